@@ -1,0 +1,49 @@
+"""twoscale: looped (recurrent-depth) language models, the geometry of their loops, and early exit that saves time."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, UserError, presets
+    from twoscale.engine import forward
+    from twoscale.interop import load
+    from twoscale.model import LoopedGPT
+
+__version__ = "0.1.0"
+
+# Public names and where they live; imported when first used, so that `twoscale --help` is quick.
+_HOMES = {
+    "DataConfig": "twoscale.config",
+    "ModelConfig": "twoscale.config",
+    "RunConfig": "twoscale.config",
+    "TrainConfig": "twoscale.config",
+    "UserError": "twoscale.config",
+    "presets": "twoscale.config",
+    "LoopedGPT": "twoscale.model",
+    "forward": "twoscale.engine",
+    "load": "twoscale.interop",
+}
+
+__all__ = [
+    "DataConfig",
+    "LoopedGPT",
+    "ModelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "UserError",
+    "forward",
+    "load",
+    "presets",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'twoscale' has no attribute {name!r}")
+    if name == "presets":
+        return importlib.import_module("twoscale.config.presets")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,1 @@
+"""Benches: speed, measured as ratios within one run."""

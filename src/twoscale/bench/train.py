@@ -1,0 +1,77 @@
+"""`twoscale bench train`: model FLOP/s of real training steps against the square matmul's, from one run."""
+
+import dataclasses
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from twoscale.config import RunConfig
+from twoscale.data import prepare
+from twoscale.model import draw_loops
+from twoscale.model.flops import training_flops
+from twoscale.train.parallel import World
+from twoscale.train.trainer import Interrupts, Trainer
+
+SQUARE = 1024
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    """What one run measured; rates are medians over steps, interleaved with the matmul."""
+
+    model_flops: float
+    """FLOP/s of training steps (forward, backward, optimizer), attention counted over the whole context."""
+    causal_flops: float
+    """The same with only the causal half of attention counted."""
+    matmul_flops: float
+    """FLOP/s of a 1024 x 1024 matmul, fp32."""
+    tokens_per_s: float
+    compiled: bool
+    steps: int
+
+    @property
+    def ratio(self) -> float:
+        return self.model_flops / self.matmul_flops
+
+
+def bench_train(config: RunConfig, steps: int = 12) -> TrainBench:
+    """Train `steps` steps of the config on built-in text, with a matmul of the same device after each."""
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        prepare(dataclasses.replace(config.data, source="builtin", max_documents=None, max_tokens=None), data)
+        trainer = Trainer(config, Path(folder), data, World(0, 1, device))
+        rates, squares = [], []
+        for i in range(WARM_UP + steps):
+            seconds = _timed(lambda: trainer._step(Interrupts()), device)
+            square = _matmul_seconds(device)
+            if i >= WARM_UP:
+                loops = draw_loops(config.model, config.train.seed, trainer.progress.step - 1)
+                tokens = config.train.batch_size * config.model.block_size
+                flops = [tokens * training_flops(config.model, config.model.block_size, loops, causal) for causal in (False, True)]
+                rates.append((flops[0] / seconds, flops[1] / seconds, tokens / seconds))
+                squares.append(2 * SQUARE**3 / square)
+        full, causal, per_s = (float(x) for x in np.median(np.array(rates), axis=0))
+        return TrainBench(full, causal, median(squares), per_s, trainer.compiled, steps)
+
+
+def _matmul_seconds(device: torch.device, repeats: int = 10) -> float:
+    a = torch.randn(SQUARE, SQUARE, device=device)
+    out = torch.empty_like(a)
+    return median(_timed(lambda: torch.mm(a, a, out=out), device) for _ in range(repeats))
+
+
+def _timed(work, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

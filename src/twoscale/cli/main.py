@@ -1,0 +1,56 @@
+"""`twoscale COMMAND ...`: finds the command, turns what users can mend into one line and exit code 2.
+
+Every command is a module of this folder with `run(args: list[str]) -> int`; it is imported only when called.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from twoscale import __version__
+from twoscale.config import UserError
+
+COMMANDS = {
+    "prepare": "turn text into token shards",
+    "train": "train a looped GPT, or go on with a run",
+    "reproduce": "the main job in one folder: prepare, train, evaluate; skips what is done",
+    "bench": "measure speed on this machine (bench train)",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] in ("-V", "--version"):
+        print(f"twoscale {__version__}")
+        return 0
+    command = args[0]
+    try:
+        if command not in COMMANDS:
+            raise UserError(f"there is no command {command!r}: choose one of {', '.join(COMMANDS)}")
+        return int(importlib.import_module(f"twoscale.cli.{command}").run(args[1:]))
+    except UserError as error:
+        _complain(f"twoscale {command}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _complain(f"twoscale {command}: interrupted")
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has gone, as in `twoscale train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+
+
+def _complain(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # one voice, however many processes there are
+        print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def usage() -> str:
+    rows = "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
+    return f"usage: twoscale COMMAND [options]\n\ncommands:\n{rows}\n\n`twoscale COMMAND --help` lists the options of one command."

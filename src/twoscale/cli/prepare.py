@@ -1,0 +1,37 @@
+"""`twoscale prepare`: text to token shards.
+
+twoscale prepare --source corpus/ --tokenizer bpe --bpe-vocab 4096 --out data/corpus
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from twoscale.cli.parse import parse, say
+from twoscale.config import DataConfig
+from twoscale.data.progress import DocumentLine
+
+
+@dataclass(frozen=True)
+class PrepareArgs:
+    """Turn text into token shards: tokenized, split by document, written atomically; a killed run goes on where it was."""
+
+    out: Path
+    """Folder for the shards."""
+    data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
+
+
+def run(args: list[str]) -> int:
+    from twoscale.data import prepare
+
+    parsed = parse(PrepareArgs, args, "twoscale prepare")
+    with DocumentLine() as line:
+        manifest = prepare(parsed.data, parsed.out, line)
+    tokens, counts = manifest["tokens"], manifest["counts"]
+    say(
+        f"{parsed.out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {counts['documents']:,} documents "
+        f"({counts['empty']} empty and {counts['not_text']} without text left out, {counts['bad_utf8']} with bad UTF-8 mended)"
+    )
+    return 0

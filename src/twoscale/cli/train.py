@@ -1,0 +1,76 @@
+"""`twoscale train`: train a preset, with any setting changed, or go on with a run.
+
+twoscale train --preset tiny
+twoscale train --preset small --data.source corpus/ --out runs/mine --train.steps 2000
+twoscale train --resume runs/mine
+torchrun --nproc-per-node=8 -m twoscale train --preset paper
+"""
+
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from twoscale.cli.parse import chosen, parse, say
+from twoscale.config import RunConfig, UserError, presets
+from twoscale.data.progress import DocumentLine
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """Train a looped GPT. The same command in the same folder goes on where it stopped."""
+
+    preset: Literal["nano", "tiny", "small", "paper"] = "tiny"
+    """The settings to start from; every one of them can be changed below."""
+    out: Path | None = None
+    """Folder of the run; runs/NAME by default."""
+    data_dir: Path | None = None
+    """Shards made by `twoscale prepare`; by default they are made in OUT/data from data.source."""
+    resume: Path | None = None
+    """Go on with the run in this folder, with its own settings."""
+    checkpoint: str | None = None
+    """Go on from this checkpoint (for example step-000100) instead of the newest one."""
+    config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=presets.tiny)
+
+
+def run(args: list[str]) -> int:
+    return train(parse_train(args, "twoscale train"))
+
+
+def parse_train(args: list[str], prog: str) -> TrainArgs:
+    """The arguments, on top of the preset that they name."""
+    preset = presets.get(chosen(args, "--preset", "tiny"))
+    parsed = parse(TrainArgs, args, prog, default=TrainArgs(config=preset))
+    if parsed.resume is not None:
+        if parsed.out is not None:
+            raise UserError("--resume names the folder already: leave --out away")
+        if parsed.config != preset:
+            raise UserError("--resume takes the settings of the run itself: leave the others away")
+    return parsed
+
+
+def train(args: TrainArgs) -> int:
+    from twoscale.train import Diverged, start_run
+    from twoscale.train.checkpoint import load_config
+
+    config, out = args.config, args.out or Path("runs") / args.config.name
+    if args.resume is not None:
+        config, out = load_config(args.resume), args.resume
+    if args.data_dir is not None and not args.data_dir.is_dir():
+        raise UserError(f"--data-dir {args.data_dir} does not exist: make it with `twoscale prepare`")
+    try:
+        with DocumentLine() as line:
+            result = start_run(config, out, args.data_dir, args.checkpoint, line)
+    except Diverged as error:
+        say(f"twoscale train: {error}")
+        return 3
+    if result.finished:
+        val = f", validation loss {result.val_loss:.4f} nats a token" if result.val_loss is not None else ""
+        say(f"{out}: finished at step {result.step}{val}; weights in {result.checkpoint}")
+        return 0
+    assert result.signal is not None
+    name = signal.Signals(result.signal).name
+    say(f"stopped by {name} at step {result.step}, saved in {result.checkpoint}; go on with: twoscale train --resume {out}")
+    return 128 + result.signal

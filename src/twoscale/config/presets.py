@@ -1,0 +1,74 @@
+"""Presets: functions that return a full RunConfig. Start from one and change what you need."""
+
+from collections.abc import Callable
+
+from twoscale.config.errors import UserError
+from twoscale.config.model import ModelConfig
+from twoscale.config.run import DataConfig, RunConfig, TrainConfig
+
+
+def nano() -> RunConfig:
+    """Two looped layers at width 32 on a slice of the built-in text: seconds, for tests."""
+    return RunConfig(
+        name="nano",
+        model=ModelConfig(vocab_size=257, block_size=64, n_layer=4, n_head=2, n_embd=32, groups=((1,), (2,)), mean_loops=3),
+        data=DataConfig(max_documents=60),
+        train=TrainConfig(
+            steps=20, batch_size=8, optimizer="muon", lr=3e-3, warmup_steps=4,
+            eval_interval=10, eval_sequences=8, checkpoint_interval=10, compile="off",
+        ),
+    )  # fmt: skip
+
+
+def tiny() -> RunConfig:
+    """Bytes, width 128, eight layers, groups 2; 3-4; 5: a few minutes on two cores, on the built-in text."""
+    return RunConfig(
+        name="tiny",
+        model=ModelConfig(vocab_size=257, block_size=128, n_layer=8, n_head=4, n_embd=128, groups=((2,), (3, 4), (5,)), mean_loops=8),
+        data=DataConfig(),
+        train=TrainConfig(
+            steps=600, batch_size=16, optimizer="muon", lr=3e-3, muon_lr=0.02, warmup_steps=30,
+            eval_interval=100, eval_sequences=64, checkpoint_interval=100, milestones=(100, 300),
+        ),
+    )  # fmt: skip
+
+
+def small() -> RunConfig:
+    """The paper's twelve-layer pattern at width 128 with a 4k BPE: hours on two cores, on a corpus of your own."""
+    return RunConfig(
+        name="small",
+        model=ModelConfig(vocab_size=4096, block_size=256, n_layer=12, n_head=4, n_embd=128, groups=((4,), (5, 6), (7,))),
+        data=DataConfig(tokenizer="bpe", bpe_vocab=4096, val_fraction=0.01),
+        train=TrainConfig(
+            steps=12_000, batch_size=16, optimizer="muon", lr=3e-3, muon_lr=0.02, warmup_steps=200,
+            eval_interval=500, eval_sequences=128, checkpoint_interval=500, milestones=(500, 1000, 2000, 4000, 8000),
+        ),
+    )  # fmt: skip
+
+
+def paper() -> RunConfig:
+    """The paper's model and budget: 12 layers, width 768, GPT-2 BPE, 60,000 steps, 300M tokens of FineWeb. For GPUs.
+
+    300M tokens over 60,000 steps are 5,000 tokens a step: ten sequences of 512 (307M in all).
+    """
+    return RunConfig(
+        name="paper",
+        model=ModelConfig(),
+        data=DataConfig(
+            source="hf:HuggingFaceFW/fineweb", subset="sample-10BT", tokenizer="gpt2", val_fraction=0.005, max_tokens=310_000_000
+        ),
+        train=TrainConfig(
+            steps=60_000, batch_size=10, lr=6e-4, warmup_steps=2000,
+            eval_interval=1000, eval_sequences=200, checkpoint_interval=1000, milestones=(1000, 5000, 10_000, 20_000, 40_000),
+        ),
+    )  # fmt: skip
+
+
+PRESETS: dict[str, Callable[[], RunConfig]] = {"nano": nano, "tiny": tiny, "small": small, "paper": paper}
+
+
+def get(name: str) -> RunConfig:
+    """The preset of that name."""
+    if name not in PRESETS:
+        raise UserError(f"preset {name!r} does not exist: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]()

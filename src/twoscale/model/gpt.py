@@ -1,0 +1,166 @@
+"""LoopedGPT: a GPT whose layer groups loop.
+
+Shapes: B batch, T position, C width, V vocabulary, G group, K loop step.
+
+    model = LoopedGPT(presets.tiny().model)
+    logits = model(ids)                    # evaluation: mean_loops steps in every group
+    loss = model(ids, targets, loops=(3, 9, 4), noise=StateNoise(seed, step, rows))
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twoscale.config import ModelConfig, RunConfig, UserError
+from twoscale.model.group import LoopGroup, Recorder, Stop
+from twoscale.model.layers import Block, RMSNorm, Rope, rope_table
+from twoscale.model.noise import truncated_normal_
+from twoscale.model.start import StateNoise, start_state
+
+
+class PlainStage(nn.Module):
+    """A run of layers that each run once."""
+
+    def __init__(self, config: ModelConfig, n_layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(n_layers))
+
+    def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, rope)
+        return x
+
+
+class LoopedGPT(nn.Module):
+    """Embedding, stages (plain runs of layers and loop groups), closing norm, head."""
+
+    def __init__(self, config: ModelConfig | RunConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config.model if isinstance(config, RunConfig) else config
+        c = self.config
+        self.wte = nn.Embedding(c.padded_vocab_size, c.n_embd)
+        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.positions == "learned" else None
+        # With share_group_norm the closing norm exists even where the head does not read through it.
+        needed = c.final_norm or (c.share_group_norm and c.group_norm != "none")
+        self.ln_f = RMSNorm(c.n_embd, c.norm_eps) if needed else None
+        self.stages = nn.ModuleList(
+            PlainStage(c, len(layers)) if group is None else LoopGroup(c, group, self.ln_f) for layers, group in c.stages
+        )
+        self.lm_head = None if c.tie_head else nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        init_weights(self, seed)
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> list[LoopGroup]:
+        return [stage for stage in self.stages if isinstance(stage, LoopGroup)]
+
+    def blocks(self) -> Iterator[Block]:
+        """Every layer in order, looped ones once."""
+        for stage in self.stages:
+            yield from stage.blocks  # type: ignore[misc, union-attr]
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """(wte + wpe) * sqrt(d) for ids (..., T) at positions (..., T)."""
+        x: Tensor = self.wte(ids)
+        if self.wpe is not None:
+            x = x + self.wpe(positions)
+        return x * self.config.n_embd**0.5 if self.config.scale_embedding else x
+
+    def rope(self, positions: Tensor) -> Rope | None:
+        """Rotary angles of the positions, where the model uses them."""
+        c = self.config
+        return rope_table(positions, c.head_dim, c.rope_base) if c.positions == "rotary" else None
+
+    def head(self, x: Tensor) -> Tensor:
+        """Closing norm and read-out: logits (..., V); the rows that only pad the embedding are left out."""
+        if self.config.final_norm and self.ln_f is not None:
+            x = self.ln_f(x)
+        logits = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
+        return logits[..., : self.config.vocab_size]  # type: ignore[no-any-return]
+
+    # -- the pass ------------------------------------------------------------------------------------------------
+
+    def hidden(
+        self,
+        ids: Tensor,
+        *,
+        loops: int | Sequence[int] | None = None,
+        noise: StateNoise | None = None,
+        start: Sequence[Tensor] | None = None,
+        backprop_steps: int | None = None,
+        recorder: Recorder | None = None,
+        stop: Stop | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The state before the closing norm (B, T, C), and the steps that each token took in each group (B, T, G)."""
+        c = self.config
+        B, T = ids.shape
+        if not 0 < T <= c.block_size:
+            raise UserError(f"a sequence of {T} tokens does not fit the context of 1 to {c.block_size} tokens")
+        counts = c.loops_for(loops)
+        noise = noise or StateNoise()
+        positions = torch.arange(T, device=ids.device)
+        rope = self.rope(positions)
+        x = self.embed(ids, positions)
+        if recorder is not None:
+            recorder.stage(-1, x)
+        taken = []
+        for i, stage in enumerate(self.stages):
+            if isinstance(stage, LoopGroup):
+                g = stage.index
+                x0 = start_state(c, g, x, positions, noise) if start is None else start[g].to(x)
+                fresh = None if c.noise == "start" else _fresh(noise, g, positions, c.n_embd)
+                x, steps = stage(x0, x, counts[g], rope=rope, fresh=fresh, backprop_steps=backprop_steps, recorder=recorder, stop=stop)
+                taken.append(steps)
+            else:
+                x = stage(x, rope)
+            if recorder is not None:
+                recorder.stage(i, x)
+        return x, torch.stack(taken, dim=-1) if taken else ids.new_zeros(B, T, 0)
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        *,
+        loops: int | Sequence[int] | None = None,
+        noise: StateNoise | None = None,
+        recorder: Recorder | None = None,
+        stop: Stop | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V), or with targets (B, T) their mean cross-entropy, -1 ignored."""
+        x, _ = self.hidden(ids, loops=loops, noise=noise, backprop_steps=self.config.backprop_steps, recorder=recorder, stop=stop)
+        logits = self.head(x)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=-1)
+
+
+def _fresh(noise: StateNoise, group: int, positions: Tensor, width: int):  # type: ignore[no-untyped-def]
+    """Noise of loop step k; the start state has k = 0, so these begin at 1."""
+    return lambda k: noise(group, positions, width, k + 1)
+
+
+@torch.no_grad()
+def init_weights(model: LoopedGPT, seed: int) -> None:
+    """All initial values, in one place. Normals are cut at three sigma; d is the width.
+
+    | weight                              | value                                                       |
+    |-------------------------------------|-------------------------------------------------------------|
+    | wte, wpe, lm_head, adapter, qkv, up | std sqrt(2 / (5 d))                                         |
+    | attn.out, mlp.down                  | that divided by sqrt(2 L), L = plain + mean_loops * looped  |
+    | norm gains                          | 1                                                           |
+    | q_bias, k_bias                      | 0                                                           |
+    """
+    c = model.config
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            p.fill_(1.0)
+        elif name.endswith("_bias"):
+            p.zero_()
+        else:
+            out = name.endswith(("attn.out.weight", "mlp.down.weight"))
+            truncated_normal_(p, c.out_std if out else c.init_std, generator)

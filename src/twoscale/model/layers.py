@@ -1,0 +1,114 @@
+"""The block: attention and MLP between sandwich norms.
+
+Shapes: B batch, T position, C width, H query heads, J key/value heads, D head width.
+
+A block does not know where its keys and values come from: it hands queries, keys and values to `attend`, which
+is `causal` for whole sequences, and a cache's own for the decoding engine.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twoscale.config import ModelConfig
+
+# attend(q (B, T, H, D), k (B, T, J, D), v (B, T, J, D)) -> (B, T, H, D)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rope = tuple[Tensor, Tensor]  # cos and sin, each (..., T, 1, D)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every position sees itself and what came before."""
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
+    )
+    return y.transpose(1, 2)
+
+
+def rope_table(positions: Tensor, head_dim: int, base: float) -> Rope:
+    """cos and sin of the rotary angles at int64 positions (..., T); halves are paired, as in Llama."""
+    inverse = base ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angle = positions.to(torch.float32).unsqueeze(-1) * inverse  # (..., T, D/2)
+    angle = torch.cat((angle, angle), dim=-1).unsqueeze(-2)  # (..., T, 1, D)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Turn queries or keys (B, T, H, D) by their positions' angles."""
+    cos, sin = rope
+    left, right = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * gain, computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with fused projections, grouped-query heads and optional rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.n_head, config.kv_heads, config.head_dim
+        self.qkv = nn.Linear(config.n_embd, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, config.n_embd, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(self.heads, self.head_dim)) if config.qk_bias else None
+        self.k_bias = nn.Parameter(torch.zeros(self.kv_heads, self.head_dim)) if config.qk_bias else None
+
+    def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2J, D)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        if self.q_bias is not None and self.k_bias is not None:
+            q, k = q + self.q_bias.type_as(q), k + self.k_bias.type_as(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        y: Tensor = self.out(attend(q, k, v).flatten(-2))  # (B, T, C)
+        return y
+
+
+class MLP(nn.Module):
+    """down(silu(up x)), or down(silu(gate x) * up x) with gate and up in one matrix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp == "gated"
+        self.up = nn.Linear(config.n_embd, config.hidden * (2 if self.gated else 1), bias=False)
+        self.down = nn.Linear(config.hidden, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.gated:
+            gate, h = h.chunk(2, dim=-1)
+            h = F.silu(gate) * h
+        else:
+            h = F.silu(h)
+        y: Tensor = self.down(h)
+        return y
+
+
+class Block(nn.Module):
+    """norm="sum": x <- n2(x + attn(n1 x)), x <- n4(x + mlp(n3 x)); norm="branch": the outer norms on attn and mlp alone."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.on_sum = config.norm == "sum"
+        self.norm1, self.norm2, self.norm3, self.norm4 = (RMSNorm(config.n_embd, config.norm_eps) for _ in range(4))
+        self.attn = Attention(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope: Rope | None = None, attend: Attend = causal) -> Tensor:
+        if self.on_sum:
+            x = self.norm2(x + self.attn(self.norm1(x), rope, attend))
+            return self.norm4(x + self.mlp(self.norm3(x)))  # type: ignore[no-any-return]
+        x = x + self.norm2(self.attn(self.norm1(x), rope, attend))
+        return x + self.norm4(self.mlp(self.norm3(x)))  # type: ignore[no-any-return]

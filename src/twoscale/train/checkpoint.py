@@ -1,0 +1,196 @@
+"""Checkpoints: a folder written aside, synced and renamed, so that what is called step-XXXXXX is whole.
+
+    checkpoints/step-000600/
+        model.safetensors       the weights, fp32
+        optimizer.safetensors   the optimizers' state and the generator's, named PARAMETER::KEY
+        config.json             the run's config
+        tokenizer.json
+        state.json              step, tokens seen, data position, loop sampler, and size and crc32 of every file above
+
+Nothing in it is a pickle. Loading checks sizes and sums; a folder that does not pass is named, and so is the newest
+one before it that does.
+"""
+
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from twoscale.config import ModelConfig, RunConfig, UserError
+from twoscale.config.serial import from_dict, read_json, to_dict
+from twoscale.data import Tokenizer
+from twoscale.data.files import make_folder, sync_folder, write_json
+from twoscale.model import LoopedGPT
+from twoscale.train.parallel import place_like
+
+MODEL, OPTIMIZER, CONFIG, STATE = "model.safetensors", "optimizer.safetensors", "config.json", "state.json"
+MODEL_TYPE = "twoscale"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. With the config, this is all that the next step depends on besides weights and optimizer."""
+
+    step: int
+    """Optimizer steps done."""
+    tokens: int
+    """Training tokens seen."""
+    sample: int
+    """Data position: samples drawn so far."""
+    seed: int
+    """Key of the data order, the loop counts and the start states."""
+    val_loss: float | None = None
+    """Newest validation loss."""
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def save_config(folder: Path, config: RunConfig) -> None:
+    write_json(folder / CONFIG, {"model_type": MODEL_TYPE, **to_dict(config)})
+
+
+def load_config(folder: Path) -> RunConfig:
+    values = read_json(folder / CONFIG)
+    if not isinstance(values, dict) or values.pop("model_type", None) != MODEL_TYPE:
+        raise UserError(f"{folder / CONFIG} is not a config of this program (its model_type is not {MODEL_TYPE})")
+    return from_dict(RunConfig, values, str(folder / CONFIG))
+
+
+def model_tensors(model: LoopedGPT) -> dict[str, Tensor]:
+    """The weights as whole tensors, shared ones once. A collective call where they are sharded."""
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return {n: p.detach().cpu().contiguous() for n, p in whole.items()}
+
+
+def save_checkpoint(
+    root: Path, config: RunConfig, progress: Progress, model: dict[str, Tensor], optimizer: dict[str, Tensor], tokenizer: Tokenizer
+) -> Path:
+    """Write one checkpoint and return its folder."""
+    make_folder(root)
+    final, aside = root / name_of(progress.step), root / f".{name_of(progress.step)}.{os.getpid()}.tmp"
+    try:
+        aside.mkdir()
+        save_file(model, aside / MODEL)
+        save_file({**optimizer, "generator::cpu": torch.get_rng_state()}, aside / OPTIMIZER)
+        save_config(aside, config)
+        tokenizer.save(aside)
+        names = sorted(p.name for p in aside.iterdir())
+        for name in names:
+            with open(aside / name, "rb") as f:
+                os.fsync(f.fileno())
+        write_json(aside / STATE, {**to_dict(progress), "files": {n: _facts(aside / n) for n in names}})
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(aside, final)
+        sync_folder(root)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the checkpoint {final}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def _facts(path: Path) -> dict[str, int]:
+    crc = 0
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 22):
+            crc = zlib.crc32(chunk, crc)
+    return {"bytes": path.stat().st_size, "crc32": crc}
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first; unfinished ones have other names."""
+    found = (p for p in root.glob("step-*") if p.is_dir() and p.name[5:].isdigit())
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def fault(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        files = read_json(folder / STATE)["files"]
+        for name, facts in files.items():
+            path = folder / Path(name).name
+            if not path.exists():
+                return f"{name} is missing"
+            if path.stat().st_size != facts["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes, {facts['bytes']} were written"
+            if _facts(path)["crc32"] != facts["crc32"]:
+                return f"{name} is damaged, its checksum differs"
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        return f"{STATE} is unreadable ({error})"
+    return None
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The newest checkpoint. If it is damaged, an error that offers the one before it."""
+    folders = list_checkpoints(root)
+    if not folders:
+        return None
+    problem = fault(folders[-1])
+    if problem is None:
+        return folders[-1]
+    whole = next((f for f in reversed(folders[:-1]) if fault(f) is None), None)
+    offer = f"go on from the one before with --checkpoint {whole.name}" if whole else "there is no whole one before it: start the run anew"
+    raise UserError(f"the checkpoint {folders[-1]} is damaged ({problem}); {offer}")
+
+
+def prune(root: Path, keep_last: int, milestones: Iterable[int]) -> None:
+    """Remove all but the newest checkpoints and the milestones, and what a killed save left behind."""
+    kept = set(milestones)
+    for folder in list_checkpoints(root)[:-keep_last]:
+        if int(folder.name[5:]) not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    for rest in root.glob(".step-*.tmp"):
+        shutil.rmtree(rest, ignore_errors=True)
+
+
+def read_progress(folder: Path) -> Progress:
+    values: dict[str, Any] = read_json(folder / STATE)
+    values.pop("files", None)
+    return from_dict(Progress, values, str(folder / STATE))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """A safetensors file, or a clear word on what is wrong with it."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is truncated or no safetensors file: {error}") from None
+
+
+def load_weights(model: LoopedGPT, tensors: dict[str, Tensor], where: Path) -> None:
+    """Put whole tensors into the model; names and shapes must fit exactly."""
+    parameters = dict(model.named_parameters())
+    if missing := sorted(parameters.keys() - tensors.keys()):
+        raise UserError(f"{where} lacks {missing[0]} ({len(missing)} weights in all)")
+    if unknown := sorted(tensors.keys() - parameters.keys()):
+        raise UserError(f"{where} has {unknown[0]}, which the model does not ({len(unknown)} weights in all)")
+    with torch.no_grad():
+        for name, p in parameters.items():
+            if tensors[name].shape != p.shape:
+                raise UserError(f"{where}: {name} has shape {tuple(tensors[name].shape)}, the model's is {tuple(p.shape)}")
+            p.copy_(place_like(tensors[name].to(p.dtype), p))
+
+
+def load_model(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
+    """Model (in evaluation mode) and tokenizer of one checkpoint folder."""
+    if (problem := fault(folder)) is not None:
+        raise UserError(f"the checkpoint {folder} is damaged ({problem})")
+    config: ModelConfig = load_config(folder).model
+    tensors = read_tensors(folder / MODEL)
+    model = LoopedGPT(config)
+    load_weights(model, tensors, folder / MODEL)
+    return model.eval(), Tokenizer.load(folder)

@@ -1,0 +1,137 @@
+"""Where the numbers of a run go: metrics.jsonl always, a progress line, TensorBoard or W&B when asked for."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from twoscale.config import RunConfig, UserError
+from twoscale.config.serial import to_dict
+from twoscale.data.files import atomic_write
+
+METRICS = "metrics.jsonl"
+QUIET_SECONDS = 15.0  # between two progress lines where no terminal listens
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file; a last line that a kill cut short is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+class Metrics:
+    """Appends records to metrics.jsonl. Going on from a checkpoint drops what was written after it."""
+
+    def __init__(self, run: Path, config: RunConfig, from_step: int) -> None:
+        path = run / METRICS
+        kept = [r for r in read_jsonl(path) if r.get("step", 0) <= from_step]
+        with atomic_write(path) as f:
+            f.write("".join(json.dumps(r) + "\n" for r in kept).encode())
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close())
+        self.tracker = _tracker(run, config)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        if self.tracker is not None:
+            self.tracker.write(record)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+class _TensorBoard:
+    def __init__(self, run: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("tracker=tensorboard needs the package: pip install 'twoscale[track]'") from None
+        self.writer = SummaryWriter(str(run / "tensorboard"))  # type: ignore[no-untyped-call]
+
+    def write(self, record: dict[str, Any]) -> None:
+        for key, value in _scalars(record).items():
+            self.writer.add_scalar(key, value, record["step"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self.writer.close()  # type: ignore[no-untyped-call]
+
+
+class _WandB:
+    def __init__(self, run: Path, config: RunConfig) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("tracker=wandb needs the package: pip install 'twoscale[track]'") from None
+        self.run = wandb.init(project="twoscale", name=config.name, dir=str(run), config=to_dict(config))
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.run.log(_scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _tracker(run: Path, config: RunConfig) -> _TensorBoard | _WandB | None:
+    if config.train.tracker == "none":
+        return None
+    return _TensorBoard(run) if config.train.tracker == "tensorboard" else _WandB(run, config)
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Numbers as they are, lists as one entry for each group."""
+    scalars: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, list):
+            scalars.update({f"{key}/{i}": float(v) for i, v in enumerate(value)})
+        elif isinstance(value, int | float) and key != "step":
+            scalars[key] = float(value)
+    return scalars
+
+
+class ProgressLine:
+    """A bar on a terminal; elsewhere a line every few seconds."""
+
+    def __init__(self, done: int, total: int, title: str, out: TextIO | None = None) -> None:
+        self.out = out or sys.stderr
+        self.first, self.total, self.title = done, total, title
+        self.started = self.printed = time.monotonic()
+        self.bar = tqdm(total=total, initial=done, desc=title, file=self.out, dynamic_ncols=True) if self.out.isatty() else None
+
+    def update(self, done: int, text: str) -> None:
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(done - self.bar.n)
+            return
+        now = time.monotonic()
+        if now - self.printed >= QUIET_SECONDS or done == self.total:
+            self.printed = now
+            left = (now - self.started) / max(1, done - self.first) * (self.total - done)
+            print(f"{self.title} {done}/{self.total}  {text}  {clock(left)} left", file=self.out, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self.bar is not None:
+            self.bar.write(text, file=self.out)
+        else:
+            print(text, file=self.out, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def clock(seconds: float) -> str:
+    """1:02:03 or 4:05."""
+    whole = int(seconds + 0.5)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

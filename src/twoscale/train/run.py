@@ -1,0 +1,85 @@
+"""A run from its folder: start it, go on with it, or say why neither can be."""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from twoscale.config import RunConfig, UserError
+from twoscale.config.serial import to_dict
+from twoscale.data import Tokenizer, prepare
+from twoscale.data.files import make_folder
+from twoscale.data.prepare import Progress, quiet
+from twoscale.train import checkpoint as ckpt
+from twoscale.train.parallel import World, open_world
+from twoscale.train.trainer import Trainer, TrainResult
+
+# What may change between two sittings of one run without changing what it computes.
+OPERATIONAL = {
+    "train.eval_interval", "train.eval_sequences", "train.checkpoint_interval", "train.keep_last", "train.milestones",
+    "train.compile", "train.parallel", "train.tracker", "train.micro_batch_size", "data.shard_tokens", "name",
+}  # fmt: skip
+
+
+def start_run(
+    config: RunConfig, run: Path, data: Path | None = None, checkpoint: str | None = None, progress: Progress = quiet
+) -> TrainResult:
+    """Train in the folder `run`, from its newest checkpoint if it has one. Shards are made in RUN/data unless `data` is given."""
+    with open_world() as world:
+        error = None
+        if world.main:
+            try:
+                _open_folder(config, run, data, progress)
+            except UserError as problem:
+                error = str(problem)
+        world.agree(error)
+        trainer = Trainer(config, run, data or run / "data", world, checkpoint)
+        if world.main:
+            print(describe(trainer, world), file=sys.stderr, flush=True)
+        return trainer.train()
+
+
+def _open_folder(config: RunConfig, run: Path, data: Path | None, progress: Progress) -> None:
+    make_folder(run)
+    if (run / ckpt.CONFIG).exists():
+        _check_same(ckpt.load_config(run), config, run)
+    elif ckpt.list_checkpoints(run / "checkpoints"):
+        raise UserError(f"{run} has checkpoints but no {ckpt.CONFIG}: choose another --out")
+    if data is None:
+        prepare(config.data, run / "data", progress)
+    ckpt.save_config(run, config)
+    Tokenizer.load(data or run / "data").save(run)
+
+
+def _check_same(old: RunConfig, new: RunConfig, run: Path) -> None:
+    """Refuse to mix two different runs in one folder; the first difference is named."""
+    for name, (there, here) in differences(old, new).items():
+        if name not in OPERATIONAL:
+            raise UserError(
+                f"{run} holds a run with other settings ({name} is {there!r} there and {here!r} here): "
+                f"choose another --out, or go on with its own settings by --resume {run}"
+            )
+
+
+def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings in which two configs differ, by dotted name."""
+    a, b = to_dict(old), to_dict(new)
+    found = {"name": (a["name"], b["name"])} if a["name"] != b["name"] else {}
+    for part in ("model", "data", "train"):
+        for f in fields(getattr(old, part)):
+            if a[part][f.name] != b[part][f.name]:
+                found[f"{part}.{f.name}"] = (a[part][f.name], b[part][f.name])
+    return found
+
+
+def describe(trainer: Trainer, world: World) -> str:
+    """One line on what is about to run."""
+    c, m = trainer.config.train, trainer.config.model
+    groups = "; ".join("-".join(str(layer) for layer in (g[0], g[-1])[: len(g)]) for g in m.groups)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    at = f"going on from step {trainer.progress.step}" if trainer.progress.step else "starting"
+    return (
+        f"{trainer.config.name}: {parameters / 1e6:.2f}M parameters, {m.n_layer} layers, loop groups {groups or 'none'}, "
+        f"r = {m.mean_loops}, {c.optimizer}, {world.size} x {world.device.type}"
+        f"{', compiled' if trainer.compiled else ''}; {at}, {c.steps} steps"
+    )

@@ -1,0 +1,251 @@
+"""The training loop: single process, DDP and FSDP2 are the same code.
+
+All that is random in a step is keyed by (seed, step): the samples, the loop counts, the start states. So a run that
+was killed goes on bit for bit where its last checkpoint left it, and the number of processes changes only rounding.
+"""
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+from twoscale.config import RunConfig, UserError
+from twoscale.data import Batches, TokenData, Tokenizer, held_out
+from twoscale.model import LoopedGPT, StateNoise, draw_loops
+from twoscale.train import checkpoint as ckpt
+from twoscale.train.metrics import Metrics, ProgressLine
+from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
+from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradient is no longer a number."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    finished: bool
+    """False when a signal stopped it."""
+    val_loss: float | None
+    checkpoint: Path | None
+    signal: int | None = None
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM ask the loop to save and leave; a second one is taken at its word."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator["Interrupts"]:
+        before = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, self._handle)
+        except ValueError:
+            pass  # not the main thread: signals are somebody else's business
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Trainer:
+    """One run in one folder. `train()` goes from its newest checkpoint (or the start) to the end."""
+
+    def __init__(self, config: RunConfig, run: Path, data: Path, world: World, checkpoint: str | None = None) -> None:
+        self.config, self.run, self.world = config, run, world
+        self.checkpoints = run / "checkpoints"
+        c = config.train
+        self.micro = _micro_batch(config, world)
+        self.tokenizer = Tokenizer.load(data)
+        train_data, val_data = TokenData(data, "train"), TokenData(data, "val")
+        if train_data.vocab_size > config.model.vocab_size:
+            raise UserError(
+                f"the data in {data} has {train_data.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: raise it"
+            )
+        self.batches = Batches(train_data, config.model.block_size, c.seed)
+        self.held_out = held_out(val_data, config.model.block_size, c.eval_sequences)
+        self.model = LoopedGPT(config.model, seed=c.seed).to(world.device)
+        self.progress = ckpt.Progress(step=0, tokens=0, sample=0, seed=c.seed)
+        source = self._find_checkpoint(checkpoint)
+        if source is not None:
+            self.progress = ckpt.read_progress(source)
+            ckpt.load_weights(self.model, ckpt.read_tensors(source / ckpt.MODEL), source / ckpt.MODEL)
+        self.compiled = self.progress.step < c.steps and compile_blocks(self.model, c, world, self.micro)
+        self.wrapped = distribute(self.model, c, world)
+        self.optimizers = build_optimizers(self.model, c)
+        if source is not None:
+            tensors = ckpt.read_tensors(source / ckpt.OPTIMIZER)
+            torch.set_rng_state(tensors.pop("generator::cpu"))
+            restore_optimizers(self.model, self.optimizers, tensors)
+        self.last_saved = source
+
+    def _find_checkpoint(self, name: str | None) -> Path | None:
+        if name is None:
+            return ckpt.newest_checkpoint(self.checkpoints)
+        folder = self.checkpoints / Path(name).name
+        if not folder.is_dir():
+            known = ", ".join(p.name for p in ckpt.list_checkpoints(self.checkpoints)) or "none"
+            raise UserError(f"{folder} does not exist (checkpoints of this run: {known})")
+        if (problem := ckpt.fault(folder)) is not None:
+            raise UserError(f"the checkpoint {folder} is damaged ({problem})")
+        return folder
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def train(self) -> TrainResult:
+        """Run to the end, or until a signal comes; either way the state is saved."""
+        c, world = self.config.train, self.world
+        metrics = Metrics(self.run, self.config, self.progress.step) if world.main else None
+        line = ProgressLine(self.progress.step, c.steps, self.config.name) if world.main else None
+        stopped = False
+        try:
+            with Interrupts().installed() as interrupts:
+                while self.progress.step < c.steps and not stopped:
+                    started = time.perf_counter()
+                    record, stopped = self._step(interrupts)
+                    record["tokens_per_s"] = round(c.batch_size * self.config.model.block_size / (time.perf_counter() - started), 1)
+                    step = self.progress.step
+                    if step % c.eval_interval == 0 or step == c.steps:
+                        self.progress = replace(self.progress, val_loss=self.evaluate())
+                        record["val_loss"] = self.progress.val_loss
+                    if metrics is not None and line is not None:
+                        metrics.write(record)
+                        line.update(step, _summary(record, self.progress.val_loss))
+                    if step % c.checkpoint_interval == 0 or step in c.milestones or step == c.steps or stopped:
+                        self.save()
+        finally:
+            if metrics is not None and line is not None:
+                metrics.close()
+                line.close()
+        finished = self.progress.step >= c.steps
+        return TrainResult(self.progress.step, finished, self.progress.val_loss, self.last_saved, interrupts.received)
+
+    def _step(self, interrupts: Interrupts) -> tuple[dict[str, object], bool]:
+        """One optimizer step; returns its record and whether any process was asked to stop."""
+        c, world, step = self.config.train, self.world, self.progress.step
+        loops = draw_loops(self.config.model, c.seed, step)
+        scale = set_rates(self.optimizers, c, step)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        loss = self._accumulate(step, loops)
+        stop = torch.tensor(float(interrupts.received is not None), device=loss.device)
+        loss_value, stop_value = world.mean(torch.stack((loss, stop))).tolist()
+        norm = self._clip()
+        if not (math.isfinite(loss_value) and math.isfinite(norm)):
+            raise Diverged(self._divergence(step, loops, loss_value, norm))
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        samples = c.batch_size * (step + 1)
+        self.progress = replace(self.progress, step=step + 1, sample=samples, tokens=samples * self.config.model.block_size)
+        record: dict[str, object] = {
+            "step": step + 1, "loss": loss_value, "loops": list(loops), "grad_norm": norm,
+            "lr_scale": scale, "tokens": self.progress.tokens,
+        }  # fmt: skip
+        return record, stop_value > 0
+
+    def _accumulate(self, step: int, loops: tuple[int, ...]) -> Tensor:
+        """Gradients of this process's share of the global batch; returns its mean loss."""
+        c, world = self.config.train, self.world
+        share = c.batch_size // world.size
+        rows = range(world.rank * share, (world.rank + 1) * share)
+        total = torch.zeros((), device=world.device)
+        for first in range(0, share, self.micro):
+            mine = rows[first : first + self.micro]
+            ids, targets = self._to_device(self.batches([step * c.batch_size + row for row in mine]))
+            with gradient_sync(self.wrapped, now=first + self.micro >= share), self._autocast():
+                loss = self.wrapped(ids, targets, loops=loops, noise=StateNoise(c.seed, step, tuple(mine)))
+                (loss * (self.micro / share)).backward()
+            total += loss.detach() * (self.micro / share)
+        return total
+
+    def _clip(self) -> float:
+        limit = self.config.train.clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _divergence(self, step: int, loops: tuple[int, ...], loss: float, norm: float) -> str:
+        last = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "no checkpoint was saved yet"
+        return (
+            f"step {step + 1}: loss {loss}, gradient norm {norm}, loops drawn {list(loops)}: the run has diverged and stopped; {last}. "
+            "Lower the rate (train.lr, train.muon_lr) or lengthen train.warmup_steps"
+        )
+
+    # -- validation and saving -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean cross-entropy on the held-out windows at mean_loops steps, shared among the processes."""
+        module = self.wrapped if self.world.size > 1 and self.config.train.parallel == "fsdp" else self.model
+        ids, targets = self.held_out
+        per_round = self.micro * self.world.size
+        total = torch.zeros(2, dtype=torch.float64)
+        for first in range(0, len(ids), per_round):
+            place = torch.arange(self.micro) + first + self.world.rank * self.micro
+            inside = place < len(ids)
+            place = place.clamp(max=len(ids) - 1)  # rows past the end are computed, so that shapes stay, but not counted
+            batch, wanted = self._to_device((ids[place], targets[place].masked_fill(~inside[:, None], -1)))
+            count = int(inside.sum()) * ids.shape[1]
+            with self._autocast():
+                loss = module(batch, wanted, noise=StateNoise())
+            if count:
+                total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+        summed = self.world.mean(total.to(self.world.device))
+        return float(summed[0] / summed[1])
+
+    def save(self) -> None:
+        """Write a checkpoint; every process takes part in gathering, the first one writes."""
+        model, optimizer = ckpt.model_tensors(self.model), optimizer_tensors(self.model, self.optimizers)
+        error = None
+        if self.world.main:
+            c = self.config.train
+            try:
+                self.last_saved = ckpt.save_checkpoint(self.checkpoints, self.config, self.progress, model, optimizer, self.tokenizer)
+                ckpt.prune(self.checkpoints, c.keep_last, c.milestones)
+            except UserError as problem:
+                error = str(problem)
+        self.world.agree(error)
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0].to(self.world.device, non_blocking=True), batch[1].to(self.world.device, non_blocking=True)
+
+    def _autocast(self) -> torch.autocast:
+        precision, kind = self.config.train.precision, self.world.device.type
+        enabled = precision == "bf16" or (precision == "auto" and kind == "cuda")
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=enabled)
+
+
+def _micro_batch(config: RunConfig, world: World) -> int:
+    """Sequences in one forward pass of one process."""
+    c = config.train
+    if c.batch_size % world.size:
+        raise UserError(f"train.batch_size = {c.batch_size} does not divide among {world.size} processes: choose a multiple")
+    share = c.batch_size // world.size
+    micro = min(c.micro_batch_size or share, share)
+    if share % micro:
+        raise UserError(f"train.micro_batch_size = {micro} does not divide the {share} sequences of a process: choose a divisor")
+    return micro
+
+
+def _summary(record: dict[str, object], val_loss: float | None) -> str:
+    loops = "/".join(str(k) for k in record["loops"])  # type: ignore[attr-defined]
+    val = f"  val {val_loss:.4f}" if val_loss is not None else ""
+    return f"loss {record['loss']:.4f}{val}  {record['tokens_per_s']:.0f} tok/s  loops {loops}"
