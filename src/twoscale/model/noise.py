@@ -50,7 +50,8 @@ def fold(*keys: int) -> int:
 def _truncate(uniform: Tensor) -> Tensor:
     """A uniform in (0, 1) to a standard normal cut at three sigma."""
     low = 0.5 * math.erfc(CUT / math.sqrt(2))
-    return math.sqrt(2) * torch.erfinv(2 * (low + (1 - 2 * low) * uniform) - 1)
+    normal = math.sqrt(2) * torch.erfinv(2 * (low + (1 - 2 * low) * uniform) - 1)
+    return normal.clamp_(-CUT, CUT)  # rounding may step over the cut
 
 
 def keyed_normal(key: int | Iterable[int], positions: Tensor, width: int) -> Tensor:

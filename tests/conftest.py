@@ -1,0 +1,79 @@
+"""Shared pieces of the tests: small configs, a small corpus, and a way to call the command line."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+from twoscale.cli.main import main
+from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, presets
+from twoscale.data import prepare
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+
+
+def small_model(**changes: object) -> ModelConfig:
+    """Five layers at width 32, groups [1] and [2, 3]; any setting can be changed."""
+    base = ModelConfig(vocab_size=64, block_size=32, n_layer=5, n_head=4, n_embd=32, groups=((1,), (2, 3)), mean_loops=4)
+    return dataclasses.replace(base, **changes)
+
+
+def nano_run(**train: object) -> RunConfig:
+    """The nano preset with changes to its training."""
+    config = presets.nano()
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+
+
+def write_corpus(path: Path, documents: int = 40) -> Path:
+    """Plain English-like documents, each different."""
+    words = ["the", "loop", "turns", "and", "a", "state", "moves", "until", "it", "settles", "near", "some", "point", "no", "step", "changes"]
+    texts = []
+    for d in range(documents):
+        texts.append(" ".join(words[(i * (d + 3) + d) % len(words)] for i in range(120 + d)) + f" ({d}).\n")
+    path.write_text("<|endoftext|>\n".join(texts))
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+
+
+@pytest.fixture(scope="session")
+def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte shards of the small corpus."""
+    out = tmp_path_factory.mktemp("shards") / "data"
+    prepare(DataConfig(source=str(corpus), val_fraction=0.2), out)
+    return out
+
+
+class CommandLine:
+    """Calls main([...]) in this process and keeps what it said."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *args: object) -> tuple[int, str, str]:
+        self.capsys.readouterr()
+        code = main([str(a) for a in args])
+        out, err = self.capsys.readouterr()
+        return code, out, err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+__all__ = ["ROOT", "SHARED", "CommandLine", "TrainConfig", "nano_run", "small_model", "write_corpus"]
