@@ -37,7 +37,7 @@ def nano_run(**train: object) -> RunConfig:
 
 def write_corpus(path: Path, documents: int = 40) -> Path:
     """Plain English-like documents, each different."""
-    words = ["the", "loop", "turns", "and", "a", "state", "moves", "until", "it", "settles", "near", "some", "point", "no", "step", "changes"]
+    words = ["the", "loop", "turns", "and", "a", "state", "moves", "until", "it", "settles", "near", "a", "point", "no", "step", "changes"]
     texts = []
     for d in range(documents):
         texts.append(" ".join(words[(i * (d + 3) + d) % len(words)] for i in range(120 + d)) + f" ({d}).\n")
