@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from twoscale.config.errors import UserError
+from twoscale.config.groups import Groups
 
 # Refuse absurd sizes before anything is allocated: a config may come from a folder that somebody sent us.
 MAX_LAYERS = 4096
@@ -30,7 +31,7 @@ class ModelConfig:
     """Attention heads in a layer."""
     n_embd: int = 768
     """Width of the residual stream."""
-    groups: tuple[tuple[int, ...], ...] = ((4,), (5, 6), (7,))
+    groups: Groups = ((4,), (5, 6), (7,))
     """Layer ids (from 0) of each loop group; groups are contiguous, disjoint and in order."""
 
     n_kv_head: int | None = None

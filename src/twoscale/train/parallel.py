@@ -113,6 +113,13 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
     yield
 
 
+def reshard(model: nn.Module) -> None:
+    """Give back the gathered weights of a pass without a backward one (FSDP2 keeps the root's), so that parameters are the shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def compile_blocks(model: LoopedGPT, config: TrainConfig, world: World, batch: int) -> bool:
     """Compile each block in place (all blocks share one compiled program); says whether that was done."""
     if config.compile == "off" or (config.compile == "auto" and not _worth_it(model, config, world)):

