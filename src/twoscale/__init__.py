@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from twoscale.engine import forward
     from twoscale.interop import load
     from twoscale.model import LoopedGPT
+    from twoscale.tracing import trace
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ _HOMES = {
     "LoopedGPT": "twoscale.model",
     "forward": "twoscale.engine",
     "load": "twoscale.interop",
+    "trace": "twoscale.tracing",
 }
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "forward",
     "load",
     "presets",
+    "trace",
 ]
 
 

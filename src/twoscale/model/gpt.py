@@ -79,7 +79,7 @@ class LoopedGPT(nn.Module):
         if self.config.final_norm and self.ln_f is not None:
             x = self.ln_f(x)
         logits = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
-        return logits[..., : self.config.vocab_size]  # type: ignore[no-any-return]
+        return logits[..., : self.config.vocab_size]
 
     # -- the pass ------------------------------------------------------------------------------------------------
 

@@ -109,6 +109,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rope: Rope | None = None, attend: Attend = causal) -> Tensor:
         if self.on_sum:
             x = self.norm2(x + self.attn(self.norm1(x), rope, attend))
-            return self.norm4(x + self.mlp(self.norm3(x)))  # type: ignore[no-any-return]
+            return self.norm4(x + self.mlp(self.norm3(x)))
         x = x + self.norm2(self.attn(self.norm1(x), rope, attend))
-        return x + self.norm4(self.mlp(self.norm3(x)))  # type: ignore[no-any-return]
+        return x + self.norm4(self.mlp(self.norm3(x)))

@@ -58,7 +58,7 @@ class Muon(Optimizer):
 def _whole(x: Tensor, f) -> Tensor:  # type: ignore[no-untyped-def]
     """f of the whole matrix, also where each process holds a shard of it: gathered, computed everywhere, cut again."""
     if not isinstance(x, DTensor):
-        return f(x)  # type: ignore[no-any-return]
+        return f(x)
     whole = DTensor.from_local(f(x.full_tensor()), x.device_mesh, [Replicate()] * x.device_mesh.ndim)
     return whole.redistribute(placements=x.placements)
 

@@ -1,0 +1,31 @@
+# Two commands, each of which does all of its own set-up: `make reproduce` (the main job) and `make test` (the whole suite).
+# They need Python 3.11 or newer with pip, and nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+ARGS ?=
+
+.PHONY: reproduce test clean
+
+reproduce: $(VENV)/.core
+	$(VENV)/bin/twoscale reproduce --preset tiny $(ARGS)
+
+test: $(VENV)/.test
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("twoscale needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+# The constraints pin every version that was tested; torch above all, whose open range pulls gigabytes of CUDA packages.
+$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@ $(VENV)/.core
+
+clean:
+	rm -rf $(VENV)

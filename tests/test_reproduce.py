@@ -1,0 +1,33 @@
+"""The main job: from nothing to a trained and evaluated model in one folder."""
+
+import json
+from pathlib import Path
+
+from conftest import CommandLine
+
+NANO = ("reproduce", "--preset", "nano", "--train.steps", "6", "--data.max-documents", "12", "--train.eval-sequences", "4")
+
+
+def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
+    """Run again it does nothing but print, and what it prints is the same."""
+    code, out, err = cli(*NANO, "--out", tmp_path / "run")
+    assert code == 0 and "[1/2] train" in err and "nats a token" in out and str(tmp_path / "run") in err
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    code, again, err = cli(*NANO, "--out", tmp_path / "run")
+    assert code == 0 and again == out and "already trained" in err and "already evaluated" in err
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+
+
+def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
+    """`tiny` ends clearly below a bigram model on the same split, and more loops never hurt by more than 1 % up to 30."""
+    code, out, err = cli("reproduce", "--preset", "tiny", "--out", tmp_path / "tiny")
+    assert code == 0, err
+    result = json.loads((tmp_path / "tiny" / "evaluation.json").read_text())
+    by_loops = {int(k): ce for k, ce in result["cross_entropy_by_loops"].items()}
+    assert max(by_loops) == 30 and "bigram" in out
+    assert by_loops[8] < result["bigram_cross_entropy"] - 0.2, result
+    best = by_loops[1]
+    for k in sorted(by_loops):
+        assert by_loops[k] <= 1.01 * best, result
+        best = min(best, by_loops[k])
+    assert by_loops[1] > by_loops[30] + 0.05, "the loops must be worth something"
