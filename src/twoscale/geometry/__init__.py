@@ -1,8 +1,8 @@
 """Traces become geometry: pure functions on states, and running statistics over a text."""
 
 from twoscale.geometry.drift import drift_to_loop
-from twoscale.geometry.record import GeometryStats, measure, measure_limit, token_statistics
 from twoscale.geometry.pca import PCA, pca
+from twoscale.geometry.record import GeometryStats, measure, measure_limit, token_statistics
 from twoscale.geometry.spectrum import loop_spectral_radius, spectral_radius
 from twoscale.geometry.steps import (
     VERDICTS,

@@ -22,7 +22,7 @@ from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
 from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
-from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard
+from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard, reuse_memory
 
 
 class Diverged(RuntimeError):
@@ -74,6 +74,7 @@ class Trainer:
         self.config, self.run, self.world = config, run, world
         self.checkpoints = run / "checkpoints"
         c = config.train
+        reuse_memory(world.device)
         self.micro = _micro_batch(config, world)
         self.tokenizer = Tokenizer.load(data)
         train_data, val_data = TokenData(data, "train"), TokenData(data, "val")
