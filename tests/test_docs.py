@@ -15,9 +15,13 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(language: str) -> list[str]:
-    found = []
+    """The fenced blocks of that language in all documents."""
+    found: list[str] = []
     for path in DOCUMENTS:
-        found += re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.M | re.S)
+        for n, part in enumerate(re.split(r"^```", path.read_text(), flags=re.M)):
+            first, _, body = part.partition("\n")
+            if n % 2 and first == language:
+                found.append(body)
     return found
 
 

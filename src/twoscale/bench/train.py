@@ -2,7 +2,6 @@
 
 import dataclasses
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,6 +9,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from twoscale.bench.timing import timed
 from twoscale.config import RunConfig
 from twoscale.data import prepare
 from twoscale.model import draw_loops
@@ -49,7 +49,7 @@ def bench_train(config: RunConfig, steps: int = 12) -> TrainBench:
         trainer = Trainer(config, Path(folder), data, World(0, 1, device))
         rates, squares = [], []
         for i in range(WARM_UP + steps):
-            seconds = _timed(lambda: trainer._step(Interrupts()), device)
+            seconds = timed(lambda: trainer._step(Interrupts()), device)
             square = _matmul_seconds(device)
             if i >= WARM_UP:
                 loops = draw_loops(config.model, config.train.seed, trainer.progress.step - 1)
@@ -64,14 +64,4 @@ def bench_train(config: RunConfig, steps: int = 12) -> TrainBench:
 def _matmul_seconds(device: torch.device, repeats: int = 10) -> float:
     a = torch.randn(SQUARE, SQUARE, device=device)
     out = torch.empty_like(a)
-    return median(_timed(lambda: torch.mm(a, a, out=out), device) for _ in range(repeats))
-
-
-def _timed(work, device: torch.device) -> float:  # type: ignore[no-untyped-def]
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return median(timed(lambda: torch.mm(a, a, out=out), device) for _ in range(repeats))

@@ -1,4 +1,4 @@
-"""`twoscale bench train`: speed on this machine, as ratios within one run."""
+"""`twoscale bench train | trace`: speed on this machine, as ratios within one run."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 from twoscale.cli.parse import parse
 from twoscale.config import UserError, presets
 
-KINDS = ("train",)
+KINDS = ("train", "trace")
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,42 @@ class BenchTrainArgs:
     """Whether to compile the blocks."""
 
 
+@dataclass(frozen=True)
+class BenchTraceArgs:
+    """The cost of tracing and of all statistics, beside a plain forward pass of the same loops, measured in one run."""
+
+    preset: Literal["nano", "tiny", "small", "paper"] = "tiny"
+    """Which model to trace, with random weights."""
+    sequences: int = 16
+    """Sequences at full context."""
+    loops: int = 30
+    """Loop steps."""
+    repeats: int = 7
+    """Interleaved repeats; medians are reported."""
+
+
 def run(args: list[str]) -> int:
     if args and args[0] in ("-h", "--help"):
-        print("usage: twoscale bench train [options]\n\n`twoscale bench train --help` lists the options.")
+        print(f"usage: twoscale bench {' | '.join(KINDS)} [options]\n\n`twoscale bench train --help` lists the options of one bench.")
         return 0
     if not args or args[0] not in KINDS:
         raise UserError(f"say what to measure: twoscale bench {' | '.join(KINDS)}")
+    if args[0] == "trace":
+        return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
     return _train(parse(BenchTrainArgs, args[1:], "twoscale bench train"))
+
+
+def _trace(args: BenchTraceArgs) -> int:
+    from twoscale.bench.trace import bench_trace
+
+    if min(args.sequences, args.loops, args.repeats) < 1:
+        raise UserError("--sequences, --loops and --repeats are at least 1")
+    r = bench_trace(presets.get(args.preset).model, args.sequences, args.loops, args.repeats)
+    print(f"preset {args.preset}, {r.tokens} tokens, {r.loops} loops, median of {args.repeats} interleaved repeats")
+    print(f"plain forward             {r.forward_s * 1e3:8.0f} ms")
+    print(f"trace, states stored      {r.trace_s * 1e3:8.0f} ms  {r.trace_s / r.forward_s:.2f}x")
+    print(f"all statistics, streamed  {r.measure_s * 1e3:8.0f} ms  {r.measure_s / r.forward_s:.2f}x")
+    return 0
 
 
 def _train(args: BenchTrainArgs) -> int:

@@ -14,8 +14,10 @@ from twoscale.config import UserError
 COMMANDS = {
     "prepare": "turn text into token shards",
     "train": "train a looped GPT, or go on with a run",
-    "reproduce": "the main job in one folder: prepare, train, evaluate; skips what is done",
-    "bench": "measure speed on this machine (bench train)",
+    "trace": "measure the geometry of a run's loops",
+    "report": "write RUN/report/index.html: figures, tables, the claims and their verdicts",
+    "reproduce": "the main job in one folder: prepare, train, evaluate, trace, report; skips what is done",
+    "bench": "measure speed on this machine (bench train, bench trace)",
 }
 
 

@@ -38,9 +38,9 @@ def one_line(boxed: str) -> str:
             sections.append([])
         elif line:
             sections[-1].append(line)
-    titles = ("Unrecognized options", "Parsing error", "Value error", "Required options", "Missing")
     messages = [" ".join(part) for part in sections if part and not part[0].startswith(("For full helptext", "Argument helptext"))]
-    return next((m for m in messages if m not in titles), " ".join(messages) or "these arguments do not fit")
+    titled = 0 if "╭" in text or len(messages) < 2 else 1  # without box characters the title is a section of its own
+    return messages[titled] if messages else "these arguments do not fit"
 
 
 def chosen(args: Sequence[str], flag: str, otherwise: str) -> str:

@@ -14,6 +14,7 @@ from twoscale.config import RunConfig, UserError
 from twoscale.config.serial import read_json
 
 EVALUATION = "evaluation.json"
+REPORT = Path("report") / "index.html"
 LOOPS = (1, 2, 4, 8, 12, 20, 30)
 
 
@@ -25,6 +26,8 @@ def run(args: list[str]) -> int:
     stages: dict[str, Callable[[], int]] = {
         "train": lambda: _train_stage(parsed, out),
         "evaluate": lambda: _evaluate_stage(parsed.config, out),
+        "trace": lambda: _trace_stage(out),
+        "report": lambda: _report_stage(out),
     }
     started = time.monotonic()
     for i, (name, stage) in enumerate(stages.items(), start=1):
@@ -32,6 +35,7 @@ def run(args: list[str]) -> int:
         if (code := stage()) != 0:
             return code
     _print_table(read_json(out / EVALUATION))
+    print(f"report    {out / REPORT}")
     say(f"done in {time.monotonic() - started:.0f} s; the run is in {out}")
     return 0
 
@@ -49,8 +53,8 @@ def _train_stage(args: TrainArgs, out: Path) -> int:
 
 def _evaluate_stage(config: RunConfig, out: Path) -> int:
     """Held-out loss at several depths, beside a bigram model on the same split."""
+    from twoscale.config.files import write_json
     from twoscale.data import TokenData, held_out
-    from twoscale.data.files import write_json
     from twoscale.engine.evaluate import bigram_cross_entropy, cross_entropy
     from twoscale.interop import load
     from twoscale.train.checkpoint import newest_checkpoint
@@ -75,6 +79,35 @@ def _evaluate_stage(config: RunConfig, out: Path) -> int:
         "bigram_cross_entropy": bigram,
     }
     write_json(out / EVALUATION, result)
+    return 0
+
+
+def _trace_stage(out: Path) -> int:
+    """The last checkpoint in full; the ones before it were measured while training."""
+    from twoscale.cli.trace import TraceArgs, trace_run
+    from twoscale.geometry.probe import GEOMETRY, SEQUENCE
+    from twoscale.train.checkpoint import newest_checkpoint, read_progress
+    from twoscale.train.metrics import read_jsonl
+
+    newest = newest_checkpoint(out / "checkpoints")
+    assert newest is not None
+    records = [r for r in read_jsonl(out / GEOMETRY) if r["step"] == read_progress(newest).step]
+    if (out / SEQUENCE).exists() and records and "limit" in records[0]["groups"][0]:
+        say("already traced")
+        return 0
+    trace_run(TraceArgs(run=out))
+    return 0
+
+
+def _report_stage(out: Path) -> int:
+    from twoscale.report.page import write_report
+
+    made_from = [out / name for name in ("geometry.jsonl", EVALUATION, "trace/sequence.json")]
+    page = out / REPORT
+    if page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
+        say("already written")
+        return 0
+    write_report(out)
     return 0
 
 

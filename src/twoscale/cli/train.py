@@ -52,6 +52,7 @@ def parse_train(args: list[str], prog: str) -> TrainArgs:
 
 
 def train(args: TrainArgs) -> int:
+    from twoscale.geometry.probe import probe_geometry
     from twoscale.train import Diverged, start_run
     from twoscale.train.checkpoint import load_config
 
@@ -62,7 +63,7 @@ def train(args: TrainArgs) -> int:
         raise UserError(f"--data-dir {args.data_dir} does not exist: make it with `twoscale prepare`")
     try:
         with DocumentLine() as line:
-            result = start_run(config, out, args.data_dir, args.checkpoint, line)
+            result = start_run(config, out, args.data_dir, args.checkpoint, line, [probe_geometry])
     except Diverged as error:
         say(f"twoscale train: {error}")
         return 3

@@ -15,7 +15,7 @@ def nano() -> RunConfig:
         data=DataConfig(max_documents=60),
         train=TrainConfig(
             steps=20, batch_size=8, optimizer="muon", lr=3e-3, warmup_steps=4,
-            eval_interval=10, eval_sequences=8, checkpoint_interval=10, compile="off",
+            eval_interval=10, eval_sequences=8, checkpoint_interval=10, geometry_interval=10, compile="off",
         ),
     )  # fmt: skip
 
@@ -30,7 +30,7 @@ def tiny() -> RunConfig:
         data=DataConfig(),
         train=TrainConfig(
             steps=240, batch_size=16, optimizer="muon", lr=3e-3, muon_lr=0.02, warmup_steps=20,
-            eval_interval=40, eval_sequences=64, checkpoint_interval=40, milestones=(40, 120),
+            eval_interval=40, eval_sequences=64, checkpoint_interval=40, geometry_interval=40, milestones=(40, 120),
         ),
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ def small() -> RunConfig:
         data=DataConfig(tokenizer="bpe", bpe_vocab=4096, val_fraction=0.01),
         train=TrainConfig(
             steps=12_000, batch_size=16, micro_batch_size=8, optimizer="muon", lr=3e-3, muon_lr=0.02, warmup_steps=200,
-            eval_interval=500, eval_sequences=128, checkpoint_interval=500, milestones=(500, 1000, 2000, 4000, 8000),
+            eval_interval=500, eval_sequences=128, checkpoint_interval=500, geometry_interval=500, milestones=(500, 1000, 2000, 4000, 8000),
         ),
     )  # fmt: skip
 

@@ -85,6 +85,12 @@ class TrainConfig:
     """Validate every so many steps, and at the end."""
     eval_sequences: int = 64
     """Validation sequences of one such look."""
+    geometry_interval: int = 1000
+    """Measure the loops' geometry on held-out text every so many steps, at the start and at the end; 0 switches it off."""
+    geometry_sequences: int = 4
+    """Validation sequences of one such measurement."""
+    geometry_loops: int = 30
+    """Loop steps of one such measurement."""
     checkpoint_interval: int = 1000
     """Save every so many steps, and at the end."""
     keep_last: int = 2
@@ -109,7 +115,7 @@ class TrainConfig:
             "tracker": ("none", "tensorboard", "wandb"),
         }.items():
             _choice(name, getattr(self, name), allowed)
-        for name in ("steps", "batch_size", "eval_interval", "eval_sequences", "checkpoint_interval", "keep_last"):
+        for name in ("steps", "batch_size", "eval_interval", "eval_sequences", "checkpoint_interval", "keep_last", "geometry_sequences"):
             _range(name, getattr(self, name), 1, 2**40)
         if self.micro_batch_size is not None:
             _range("micro_batch_size", self.micro_batch_size, 1, self.batch_size)
@@ -123,6 +129,8 @@ class TrainConfig:
         _range("min_lr_ratio", self.min_lr_ratio, 0, 1)
         _range("clip", self.clip, 0, 1e6)
         _range("seed", self.seed, 0, 2**31 - 1)
+        _range("geometry_interval", self.geometry_interval, 0, 2**40)
+        _range("geometry_loops", self.geometry_loops, 1, 1000)
         if not 0 <= self.warmup_steps <= self.steps:
             raise UserError(f"warmup_steps = {self.warmup_steps}: must lie between 0 and steps = {self.steps}")
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from twoscale.config import DataConfig, UserError
+from twoscale.config.files import make_folder, write_json
 from twoscale.config.serial import read_json, to_dict
-from twoscale.data.files import make_folder, write_json
 from twoscale.data.shards import ShardHeader, open_shard, token_dtype, write_shard
 from twoscale.data.sources import Documents
 from twoscale.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from twoscale.config import UserError
-from twoscale.data.files import atomic_write
+from twoscale.config.files import atomic_write
 
 MAGIC = b"TWOSCALE"
 VERSION = 1

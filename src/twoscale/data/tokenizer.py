@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer as Pipeline, decoders, models, pre_tokenizers, trainers
 
 from twoscale.config import UserError
-from twoscale.data.files import atomic_write
+from twoscale.config.files import atomic_write
 from twoscale.data.sources import END_OF_TEXT
 
 FILE = "tokenizer.json"

@@ -8,7 +8,7 @@ reading is zero. `settled` (where the next group ends) can be wrong in both dire
 import torch
 from torch import Tensor
 
-from twoscale.geometry.steps import _checked, _ratio, step_norms
+from twoscale.geometry.steps import Steps, _checked, _length, _ratio
 
 LEADING = "settled_k1"
 WHAT = {
@@ -21,7 +21,7 @@ WHAT = {
 
 
 def drift_to_loop(
-    states: Tensor, next_states: Tensor, projected: Tensor | None = None, next_input: Tensor | None = None
+    states: Tensor | Steps, next_states: Tensor, projected: Tensor | None = None, next_input: Tensor | None = None
 ) -> dict[str, Tensor]:
     """||y - x_g^(K)|| / mean_k ||D_g^(k)|| for each token (...), in every variant.
 
@@ -29,13 +29,13 @@ def drift_to_loop(
     next one. A plain name has the mean over all steps below the line; NAME_k1 leaves out the step that leaves the noise
     (k >= 1; NaN with a single step). A group that never moves has no ratio: NaN.
     """
-    states, next_states = _checked(states), _checked(next_states)
-    norms = step_norms(states)
+    of = states if isinstance(states, Steps) else Steps(states)
+    next_states, norms, last = _checked(next_states), of.norms, of.states[-1]
     below = {"": norms.mean(dim=0), "_k1": norms[1:].mean(dim=0) if len(norms) > 1 else torch.full_like(norms[0], torch.nan)}
     ends = {"initial": next_states[0], "projected": projected, "first": next_states[1], "settled": next_states[-1], "input": next_input}
     ratios: dict[str, Tensor] = {}
     for name, end in ends.items():
         if end is not None:
-            drift = (end.to(states) - states[-1]).norm(dim=-1)
+            drift = _length(end.to(last) - last)
             ratios |= {name + suffix: _ratio(drift, mean) for suffix, mean in below.items()}
     return ratios

@@ -17,21 +17,12 @@ from twoscale.config.groups import format_groups
 from twoscale.geometry.drift import drift_to_loop
 from twoscale.geometry.online import Moments
 from twoscale.geometry.spectrum import loop_spectral_radius
-from twoscale.geometry.steps import (
-    VERDICTS,
-    accelerations,
-    contraction_rate,
-    distances,
-    radial_tangential,
-    relative_step_norms,
-    step_cosines,
-    step_norms,
-    verdicts,
-)
+from twoscale.geometry.steps import VERDICTS, Steps, contraction_rate, distances, verdicts
 from twoscale.model import LoopedGPT
 from twoscale.tracing import Trace, trace
 
-CHUNK_FLOATS = 40_000_000  # states of one chunk, over all groups: 160 MB
+CHUNK_FLOATS = 40_000_000  # states of one traced chunk, over all groups: 160 MB
+BLOCK_FLOATS = 1_000_000  # states of the tokens that statistics are taken of at once: 4 MB
 ROUNDING = 1e-6  # steps below this share of the state are rounding: their direction is noise and is not counted
 LIMIT_LOOPS = 64
 LIMIT_SEQUENCES = 4
@@ -55,17 +46,24 @@ class GeometryStats:
             self.boundaries = [defaultdict(Moments) for _ in range(n - 1)]
             self.verdicts = [torch.zeros(len(VERDICTS), dtype=torch.int64) for _ in range(n)]
             self.layers, self.loops = traced.layers, [len(x) - 1 for x in traced.states]
-        mask = traced.mask
+        mask = traced.mask.flatten()
         self.tokens += int(mask.sum())
-        states = [x[:, mask] for x in traced.states]  # (K+1, tokens, C)
-        for g, x in enumerate(states):
-            for name, values in token_statistics(x).items():
-                self.groups[g][name].add(values)
-            self.verdicts[g] += torch.bincount(verdicts(x), minlength=len(VERDICTS))
-        for g in range(len(states) - 1):
-            ratios = drift_to_loop(states[g], states[g + 1], traced.projected[g + 1][mask], traced.inputs[g + 1][mask])
-            for name, ratio in ratios.items():
-                self.boundaries[g][name].add(ratio[None])
+        rows = max(8, BLOCK_FLOATS // (max(len(x) for x in traced.states) * traced.states[0].shape[-1]))
+        found: dict[tuple[str, int, str], list[Tensor]] = defaultdict(list)
+        for first in range(0, len(mask), rows):  # few enough tokens at once that all of this happens in the processor's cache
+            part = mask[first : first + rows]
+            block = slice(first, first + rows) if part.all() else first + part.nonzero()[:, 0]
+            steps = [Steps(x.flatten(1, 2)[:, block]) for x in traced.states]
+            for g, of in enumerate(steps):
+                for name, values in token_statistics(of).items():
+                    found["group", g, name].append(values)
+                self.verdicts[g] += torch.bincount(verdicts(of), minlength=len(VERDICTS))
+            for g in range(len(steps) - 1):
+                ends = [x[g + 1].flatten(0, 1)[block] for x in (traced.projected, traced.inputs)]
+                for name, ratio in drift_to_loop(steps[g], steps[g + 1].states, *ends).items():
+                    found["boundary", g, name].append(ratio[None])
+        for (kind, g, name), parts in found.items():
+            (self.groups if kind == "group" else self.boundaries)[g][name].add(torch.cat(parts, dim=1))
 
     def as_json(self) -> dict[str, Any]:
         names = group_names(self.layers)
@@ -82,20 +80,20 @@ class GeometryStats:
         return {"tokens": self.tokens, "groups": groups, "boundaries": boundaries}
 
 
-def token_statistics(states: Tensor) -> dict[str, Tensor]:
+def token_statistics(states: Tensor | Steps) -> dict[str, Tensor]:
     """Every statistic of the steps of states (K+1, tokens, C): name to (K or K-1, tokens).
 
     Cosines, and accelerations beside the steps, of steps that are rounding are NaN.
     """
-    norms, relative = step_norms(states), relative_step_norms(states)
-    rounding = (relative[1:] < ROUNDING) | (relative[:-1] < ROUNDING)
-    radial, tangential = radial_tangential(states)
-    stats = {"step_norm": norms, "relative_step_norm": relative, "radial": radial, "tangential": tangential}
-    if len(norms) > 1:
-        stats["step_cosine"] = step_cosines(states).masked_fill(rounding, torch.nan)
-        stats["acceleration"] = accelerations(states)
-        stats["acceleration_steps"] = accelerations(states, "steps").masked_fill(rounding, torch.nan)
-        stats["acceleration_state"] = accelerations(states, "state")
+    of = states if isinstance(states, Steps) else Steps(states)
+    radial, tangential = of.radial_tangential
+    stats = {"step_norm": of.norms, "relative_step_norm": of.relative, "radial": radial, "tangential": tangential}
+    if len(of.norms) > 1:
+        rounding = (of.relative[1:] < ROUNDING) | (of.relative[:-1] < ROUNDING)
+        stats["step_cosine"] = of.cosines.masked_fill(rounding, torch.nan)
+        stats["acceleration"] = of.accelerations
+        stats["acceleration_steps"] = of.normalized_accelerations("steps").masked_fill(rounding, torch.nan)
+        stats["acceleration_state"] = of.normalized_accelerations("state")
     return stats
 
 

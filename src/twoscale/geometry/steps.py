@@ -5,6 +5,7 @@ Everything is computed in fp32 (fp64 stays fp64). What is not defined (a cosine 
 """
 
 import math
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -29,31 +30,78 @@ def _checked(states: Tensor, least: int = 1) -> Tensor:
     return states if states.dtype == torch.float64 else states.float()
 
 
+def _length(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1)
+
+
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and NaN where b is zero."""
     return torch.where(b > 0, a / b.clamp(min=torch.finfo(b.dtype).tiny), torch.full_like(a, math.nan))
 
 
-def steps_of(states: Tensor) -> Tensor:
-    """D^(0) .. D^(K-1): (K, ..., C)."""
-    return _checked(states).diff(dim=0)
+class Steps:
+    """The steps of states (K+1, ..., C) and what is measured on them, each computed once. The one definition of each statistic."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = _checked(states)
+
+    @cached_property
+    def steps(self) -> Tensor:
+        """D^(0) .. D^(K-1): (K, ..., C)."""
+        return self.states.diff(dim=0)
+
+    @cached_property
+    def norms(self) -> Tensor:
+        return _length(self.steps)
+
+    @cached_property
+    def state_norms(self) -> Tensor:
+        """||x^(0)|| .. ||x^(K)||."""
+        return _length(self.states)
+
+    @cached_property
+    def relative(self) -> Tensor:
+        return self.norms / (self.state_norms[:-1] + EPS)
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        dots = (self.steps[1:] * self.steps[:-1]).sum(dim=-1)
+        return _ratio(dots, self.norms[1:] * self.norms[:-1]).clamp(-1, 1)
+
+    @cached_property
+    def accelerations(self) -> Tensor:
+        return _length(self.steps.diff(dim=0))
+
+    def normalized_accelerations(self, normalize: str | None) -> Tensor:
+        if normalize is None:
+            return self.accelerations
+        if normalize == "steps":
+            return self.accelerations / (self.norms[1:] + self.norms[:-1] + EPS)
+        if normalize == "state":
+            return self.accelerations / (self.state_norms[1:-1] + EPS)
+        raise UserError(f"normalize = {normalize!r}: choose None, 'steps' or 'state'")
+
+    @cached_property
+    def radial_tangential(self) -> tuple[Tensor, Tensor]:
+        x, lengths = self.states[:-1], self.state_norms[:-1] + EPS
+        radial = (self.steps * x).sum(dim=-1) / lengths
+        # The difference of squares would be quicker and lose half of the digits where a step is nearly radial.
+        return radial, _length(torch.addcmul(self.steps, x, (radial / lengths).unsqueeze(-1), value=-1))
 
 
 def step_norms(states: Tensor) -> Tensor:
     """||D^(k)||: (K, ...)."""
-    return steps_of(states).norm(dim=-1)
+    return Steps(states).norms
 
 
 def relative_step_norms(states: Tensor) -> Tensor:
     """||D^(k)|| / (||x^(k)|| + eps): (K, ...)."""
-    return step_norms(states) / (_checked(states)[:-1].norm(dim=-1) + EPS)
+    return Steps(states).relative
 
 
 def step_cosines(states: Tensor) -> Tensor:
     """cos(D^(k), D^(k-1)) for k = 1 .. K-1: (K-1, ...)."""
-    steps = steps_of(states)
-    norms = steps.norm(dim=-1)
-    return _ratio((steps[1:] * steps[:-1]).sum(dim=-1), norms[1:] * norms[:-1]).clamp(-1, 1)
+    return Steps(states).cosines
 
 
 def accelerations(states: Tensor, normalize: Literal["steps", "state"] | None = None) -> Tensor:
@@ -61,29 +109,17 @@ def accelerations(states: Tensor, normalize: Literal["steps", "state"] | None = 
 
     normalize="steps" divides by ||D^(k)|| + ||D^(k-1)|| + eps, which keeps it in [0, 1]; "state" by ||x^(k)|| + eps.
     """
-    steps = steps_of(states)
-    a = steps.diff(dim=0).norm(dim=-1)
-    if normalize is None:
-        return a
-    if normalize == "steps":
-        norms = steps.norm(dim=-1)
-        return a / (norms[1:] + norms[:-1] + EPS)
-    if normalize == "state":
-        return a / (_checked(states)[1:-1].norm(dim=-1) + EPS)
-    raise UserError(f"normalize = {normalize!r}: choose None, 'steps' or 'state'")
+    return Steps(states).normalized_accelerations(normalize)
 
 
 def radial_tangential(states: Tensor) -> tuple[Tensor, Tensor]:
     """The part of D^(k) along x^(k) (signed: outward is positive) and the length of the rest: two (K, ...)."""
-    x, steps = _checked(states)[:-1], steps_of(states)
-    unit = x / (x.norm(dim=-1, keepdim=True) + EPS)
-    radial = (steps * unit).sum(dim=-1)
-    return radial, (steps - radial.unsqueeze(-1) * unit).norm(dim=-1)
+    return Steps(states).radial_tangential
 
 
 def distances(states: Tensor, limit: Tensor) -> Tensor:
     """||x^(k) - limit||: (K+1, ...)."""
-    return (_checked(states, 0) - limit).norm(dim=-1)
+    return _length(_checked(states, 0) - limit)
 
 
 def contraction_rate(gaps: Tensor, floor: Tensor | float = 0.0) -> Tensor:
@@ -104,7 +140,7 @@ def contraction_rate(gaps: Tensor, floor: Tensor | float = 0.0) -> Tensor:
     return slope.exp()
 
 
-def verdicts(states: Tensor) -> Tensor:
+def verdicts(states: Tensor | Steps) -> Tensor:
     """What each token does, as an index into VERDICTS: int64 (...).
 
     Judged on the steps after the first (which leaves the noise):
@@ -114,14 +150,13 @@ def verdicts(states: Tensor) -> Tensor:
        *drifting* when it has not.
     With fewer than four steps: undecided.
     """
-    states = _checked(states)
-    K = states.shape[0] - 1
+    of = states if isinstance(states, Steps) else Steps(states)
+    K = of.states.shape[0] - 1
     if K < 4:
-        return torch.full(states.shape[1:-1], VERDICTS.index("undecided"), device=states.device)
-    norms = step_norms(states)
-    rest = norms[-1] <= STILL * states[-1].norm(dim=-1)
-    rate = contraction_rate(norms[K // 2 - 1 :]).nan_to_num(1.0)
-    turning = torch.arccos(step_cosines(states)[1:].nan_to_num(1.0)).sum(dim=0)
+        return torch.full(of.states.shape[1:-1], VERDICTS.index("undecided"), device=of.states.device)
+    rest = of.norms[-1] <= STILL * of.state_norms[-1]
+    rate = contraction_rate(of.norms[K // 2 - 1 :]).nan_to_num(1.0)
+    turning = torch.arccos(of.cosines[1:].nan_to_num(1.0)).sum(dim=0)
     result = torch.where(turning >= TURNED, VERDICTS.index("circling"), VERDICTS.index("drifting"))
     result = torch.where(rate >= GROWING, VERDICTS.index("drifting"), result)
     return torch.where(rest | (rate <= SHRINKING), VERDICTS.index("settling"), result)

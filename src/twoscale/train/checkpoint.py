@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from twoscale.config import ModelConfig, RunConfig, UserError
+from twoscale.config.files import make_folder, sync_folder, write_json
 from twoscale.config.serial import from_dict, read_json, to_dict
 from twoscale.data import Tokenizer
-from twoscale.data.files import make_folder, sync_folder, write_json
 from twoscale.model import LoopedGPT
 from twoscale.train.parallel import place_like
 

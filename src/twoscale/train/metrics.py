@@ -9,8 +9,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from twoscale.config import RunConfig, UserError
+from twoscale.config.files import atomic_write
 from twoscale.config.serial import to_dict
-from twoscale.data.files import atomic_write
 
 METRICS = "metrics.jsonl"
 QUIET_SECONDS = 15.0  # between two progress lines where no terminal listens

@@ -156,6 +156,19 @@ def compile_blocks(model: LoopedGPT, config: TrainConfig, world: World, batch: i
     return True
 
 
+@contextlib.contextmanager
+def uncompiled(model: LoopedGPT) -> Iterator[None]:
+    """Blocks as they are, for passes of another shape than training's, which would be compiled anew."""
+    kept = [block._compiled_call_impl for block in model.blocks()]
+    try:
+        for block in model.blocks():
+            block._compiled_call_impl = None
+        yield
+    finally:
+        for block, compiled in zip(model.blocks(), kept, strict=True):
+            block._compiled_call_impl = compiled
+
+
 def _rehearse(model: LoopedGPT, batch: int, device: torch.device) -> None:
     """One block forwards and backwards at the real shape, so that a broken compiler shows before training starts."""
     c = model.config

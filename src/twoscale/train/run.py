@@ -1,28 +1,35 @@
 """A run from its folder: start it, go on with it, or say why neither can be."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from twoscale.config import RunConfig, UserError
+from twoscale.config.files import make_folder
 from twoscale.config.serial import to_dict
 from twoscale.data import Tokenizer, prepare
-from twoscale.data.files import make_folder
 from twoscale.data.prepare import Progress, quiet
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.parallel import World, open_world
-from twoscale.train.trainer import Trainer, TrainResult
+from twoscale.train.trainer import Probe, Trainer, TrainResult
 
 # What may change between two sittings of one run without changing what it computes.
 OPERATIONAL = {
-    "train.eval_interval", "train.eval_sequences", "train.checkpoint_interval", "train.keep_last", "train.milestones",
-    "train.compile", "train.parallel", "train.tracker", "train.micro_batch_size", "data.shard_tokens", "name",
+    "train.eval_interval", "train.eval_sequences", "train.checkpoint_interval", "train.keep_last", "train.milestones", "train.compile",
+    "train.geometry_interval", "train.geometry_sequences", "train.geometry_loops", "train.parallel", "train.tracker",
+    "train.micro_batch_size", "data.shard_tokens", "name",
 }  # fmt: skip
 
 
 def start_run(
-    config: RunConfig, run: Path, data: Path | None = None, checkpoint: str | None = None, progress: Progress = quiet
+    config: RunConfig,
+    run: Path,
+    data: Path | None = None,
+    checkpoint: str | None = None,
+    progress: Progress = quiet,
+    probes: Sequence[Probe] = (),
 ) -> TrainResult:
     """Train in the folder `run`, from its newest checkpoint if it has one. Shards are made in RUN/data unless `data` is given."""
     with open_world() as world:
@@ -33,7 +40,7 @@ def start_run(
             except UserError as problem:
                 error = str(problem)
         world.agree(error)
-        trainer = Trainer(config, run, data or run / "data", world, checkpoint)
+        trainer = Trainer(config, run, data or run / "data", world, checkpoint, probes)
         if world.main:
             print(describe(trainer, world), file=sys.stderr, flush=True)
         return trainer.train()

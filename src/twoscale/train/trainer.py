@@ -8,7 +8,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
 from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
-from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard, reuse_memory
+from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard, reuse_memory, uncompiled
 
 
 class Diverged(RuntimeError):
@@ -67,11 +67,17 @@ class Interrupts:
                 signal.signal(number, handler)
 
 
+Probe = Callable[["Trainer"], None]
+"""Looks at the model at set steps (train.geometry_interval). Called in every process; must change nothing."""
+
+
 class Trainer:
     """One run in one folder. `train()` goes from its newest checkpoint (or the start) to the end."""
 
-    def __init__(self, config: RunConfig, run: Path, data: Path, world: World, checkpoint: str | None = None) -> None:
-        self.config, self.run, self.world = config, run, world
+    def __init__(
+        self, config: RunConfig, run: Path, data: Path, world: World, checkpoint: str | None = None, probes: Sequence[Probe] = ()
+    ) -> None:
+        self.config, self.run, self.world, self.probes = config, run, world, probes
         self.checkpoints = run / "checkpoints"
         c = config.train
         reuse_memory(world.device)
@@ -118,6 +124,8 @@ class Trainer:
         metrics = Metrics(self.run, self.config, self.progress.step) if world.main else None
         line = ProgressLine(self.progress.step, c.steps, self.config.name) if world.main else None
         stopped = False
+        if self.progress.step == 0:
+            self._probe()
         try:
             with Interrupts().installed() as interrupts:
                 while self.progress.step < c.steps and not stopped:
@@ -128,6 +136,8 @@ class Trainer:
                     if step % c.eval_interval == 0 or step == c.steps:
                         self.progress = replace(self.progress, val_loss=self.evaluate())
                         record["val_loss"] = self.progress.val_loss
+                    if c.geometry_interval and (step % c.geometry_interval == 0 or step == c.steps):
+                        record["geometry_s"] = self._probe()
                     if metrics is not None and line is not None:
                         metrics.write(record)
                         line.update(step, _summary(record, self.progress.val_loss))
@@ -192,10 +202,25 @@ class Trainer:
 
     # -- validation and saving -----------------------------------------------------------------------------------
 
+    @property
+    def evaluated(self) -> nn.Module:
+        """What a pass without gradients calls: sharded weights are gathered by the wrapper's hooks, DDP's are not needed."""
+        return self.wrapped if self.world.size > 1 and self.config.train.parallel == "fsdp" else self.model
+
+    def _probe(self) -> float:
+        """Run the probes; returns the seconds they took."""
+        started = time.perf_counter()
+        if self.config.train.geometry_interval:
+            with uncompiled(self.model), torch.no_grad():
+                for probe in self.probes:
+                    probe(self)
+            reshard(self.model)
+        return round(time.perf_counter() - started, 3)
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean cross-entropy on the held-out windows at mean_loops steps, shared among the processes."""
-        module = self.wrapped if self.world.size > 1 and self.config.train.parallel == "fsdp" else self.model
+        module = self.evaluated
         ids, targets = self.held_out
         per_round = self.micro * self.world.size
         total = torch.zeros(2, dtype=torch.float64)

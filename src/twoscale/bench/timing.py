@@ -1,0 +1,30 @@
+"""Timing for benches: every figure is a ratio of medians, measured in one run, interleaved."""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+
+
+def timed(work: Callable[[], object], device: torch.device | None = None) -> float:
+    """Seconds of one call."""
+    cuda = device is not None and device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def interleaved(works: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2) -> dict[str, float]:
+    """Median seconds of each, all of them called in turn so that a slow moment of the machine meets them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(warm + repeats):
+        for name, work in works.items():
+            spent = timed(work)
+            if i >= warm:
+                seconds[name].append(spent)
+    return {name: median(values) for name, values in seconds.items()}

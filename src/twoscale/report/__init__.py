@@ -1,0 +1,1 @@
+"""Saved numbers become figures, verdicts and a page. Pure functions of the files; no torch."""

@@ -1,0 +1,74 @@
+"""What a report is made of: the files of a run folder, read into one value. No torch here, and nothing is computed."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twoscale.config import RunConfig, UserError
+from twoscale.config.serial import from_dict, read_json
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run, as its files say."""
+
+    folder: Path
+    config: RunConfig
+    metrics: list[dict[str, Any]]
+    """Lines of metrics.jsonl."""
+    geometry: list[dict[str, Any]]
+    """Lines of geometry.jsonl, by step; never empty."""
+    sequence: dict[str, Any] | None
+    """trace/sequence.json: one sequence in full, where it was traced."""
+    evaluation: dict[str, Any] | None
+    """evaluation.json: held-out loss at several depths, where it was measured."""
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.geometry[-1]
+
+    @property
+    def names(self) -> list[str]:
+        """The groups' names."""
+        return [g["name"] for g in self.last["groups"]]
+
+    @property
+    def trained_by(self) -> str:
+        """How the model was trained; every figure says it."""
+        c = self.config.train
+        return f"{self.config.name}, {c.optimizer}, step {self.last['step']}"
+
+
+def load_run(folder: Path) -> RunFiles:
+    """Read a run folder; a clear word on what is missing and how to make it."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: give a run")
+    values = read_json(folder / "config.json")
+    if not isinstance(values, dict) or values.pop("model_type", None) != "twoscale":
+        raise UserError(f"{folder / 'config.json'} is not a config of this program")
+    geometry = _lines(folder / "geometry.jsonl")
+    if not geometry:
+        raise UserError(f"{folder} has no geometry.jsonl: run `twoscale trace {folder}` first")
+    return RunFiles(
+        folder,
+        from_dict(RunConfig, values, str(folder / "config.json")),
+        _lines(folder / "metrics.jsonl"),
+        sorted(geometry, key=lambda r: r["step"]),
+        _optional(folder / "trace" / "sequence.json"),
+        _optional(folder / "evaluation.json"),
+    )
+
+
+def _optional(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.exists() else None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            raise UserError(f"{path}, line {number} is not JSON: remove the line or measure again") from None
+    return records

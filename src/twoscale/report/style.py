@@ -1,0 +1,43 @@
+"""Colours and words that all figures share. Colour-blind safe: Okabe and Ito's set, and viridis for what is ordered."""
+
+from collections.abc import Sequence
+from typing import Any
+
+GROUP_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+VERDICT_COLOURS = {"settling": "#009E73", "circling": "#E69F00", "drifting": "#D55E00", "undecided": "#BBBBBB"}
+VARIANTS = {
+    "settled": ("#0072B2", "o", "circle"),
+    "first": ("#009E73", "s", "square"),
+    "projected": ("#E69F00", "^", "triangle-up"),
+    "initial": ("#CC79A7", "D", "diamond"),
+    "input": ("#666666", "x", "x"),
+}
+_VIRIDIS = ("#440154", "#414487", "#2A788E", "#22A884", "#7AD151")  # without the yellow end, which is lost on white
+
+
+def ordered_colours(n: int) -> list[str]:
+    """n colours from early (dark) to late (light)."""
+    if n == 1:
+        return [_VIRIDIS[0]]
+    return [_mix(i / (n - 1)) for i in range(n)]
+
+
+def _mix(t: float) -> str:
+    place = t * (len(_VIRIDIS) - 1)
+    i = min(int(place), len(_VIRIDIS) - 2)
+    a, b = ([int(c[j : j + 2], 16) for j in (1, 3, 5)] for c in _VIRIDIS[i : i + 2])
+    return "#" + "".join(f"{round(x + (y - x) * (place - i)):02X}" for x, y in zip(a, b, strict=True))
+
+
+def chosen(records: Sequence[dict[str, Any]], most: int = 6) -> list[dict[str, Any]]:
+    """At most so many records, the first and the last among them: more lines than that cannot be told apart."""
+    if len(records) <= most:
+        return list(records)
+    places = sorted({round(i * (len(records) - 1) / (most - 1)) for i in range(most)})
+    return [records[i] for i in places]
+
+
+def visible(token: str) -> str:
+    """A token as a label: white space and control characters can be seen."""
+    shown = token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+    return "".join(c if c.isprintable() else "·" for c in shown) or "·"

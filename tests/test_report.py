@@ -1,0 +1,202 @@
+"""Geometry over training, `trace`, the claims' rules, the figures and the page."""
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from conftest import CommandLine, nano_run
+from test_train import arguments, finish, start_process
+from twoscale.geometry.probe import probe_geometry
+from twoscale.report.claims import judge
+from twoscale.report.load import load_run
+from twoscale.report.page import write_report
+from twoscale.report.style import chosen, ordered_colours, visible
+from twoscale.train import start_run
+from twoscale.train.metrics import read_jsonl
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A nano run with geometry over training, traced."""
+    from twoscale.cli.main import main
+
+    out = tmp_path_factory.mktemp("report") / "run"
+    start_run(nano_run(steps=12, geometry_interval=4, checkpoint_interval=6, keep_last=5), out, shards, probes=[probe_geometry])
+    assert main(["trace", str(out), "--data-dir", str(shards), "--loops", "16", "--sequences", "4", "--limit-loops", "20"]) == 0
+    return out
+
+
+def test_geometry_over_training(run: Path, shards: Path, tmp_path: Path) -> None:
+    """Training measures at the start, at the interval and at the end, and says what that cost; it changes nothing else."""
+    records = read_jsonl(run / "geometry.jsonl")
+    assert [r["step"] for r in records] == [0, 4, 8, 12]
+    assert all(len(r["groups"]) == 2 and r["optimizer"] == "muon" for r in records)
+    assert len(records[1]["groups"][0]["step_norm"]["mean"]) == 30 and "limit" in records[-1]["groups"][0]
+    metrics = read_jsonl(run / "metrics.jsonl")
+    assert [r["step"] for r in metrics if "geometry_s" in r] == [4, 8, 12]
+    start_run(nano_run(steps=12, geometry_interval=0), tmp_path / "without", shards, probes=[probe_geometry])
+    assert [r["loss"] for r in read_jsonl(tmp_path / "without" / "metrics.jsonl")] == [r["loss"] for r in metrics]
+    assert not (tmp_path / "without" / "geometry.jsonl").exists()
+
+
+def test_processes_measure_the_same(shards: Path, tmp_path: Path) -> None:
+    """Two sharded processes write the records that one writes."""
+    config = nano_run(steps=8, geometry_interval=4)
+    start_run(config, tmp_path / "one", shards, probes=[probe_geometry])
+    finish(start_process([*arguments(config, tmp_path / "two", shards), "--train.parallel", "fsdp"], processes=2))
+    one, two = (read_jsonl(tmp_path / name / "geometry.jsonl") for name in ("one", "two"))
+    assert [r["step"] for r in one] == [r["step"] for r in two] == [0, 4, 8]
+    for a, b in zip(one, two, strict=True):
+        for g, h in zip(a["groups"], b["groups"], strict=True):
+            assert g["step_norm"]["mean"][:5] == pytest.approx(h["step_norm"]["mean"][:5], rel=1e-3)
+
+
+def test_trace_all(run: Path, shards: Path, cli: CommandLine) -> None:
+    """`trace --all` measures every checkpoint again, in place of what training wrote for those steps."""
+    before = {r["step"]: r for r in read_jsonl(run / "geometry.jsonl")}
+    words = ("--data-dir", shards, "--loops", "16", "--sequences", "2", "--limit-loops", "20")
+    code, _, err = cli("trace", run, "--all", *words)
+    assert code == 0 and "2/2 step-000012" in err
+    after = {r["step"]: r for r in read_jsonl(run / "geometry.jsonl")}
+    assert set(after) == {0, 4, 6, 8, 12} and after[4] == before[4] and "limit" in after[6]["groups"][0]
+    sequence = json.loads((run / "trace" / "sequence.json").read_text())
+    assert len(sequence["tokens"]) == len(sequence["verdicts"][0]) == 64 and len(sequence["pca"]["paths"][0]["groups"][0]) == 17
+
+
+def test_page(run: Path, cli: CommandLine) -> None:
+    """The page holds every figure, the tables and the claims with their rules; figures are there as PNG and PDF."""
+    code, out, _ = cli("report", run)
+    page = Path(out.strip()).read_text()
+    assert code == 0 and len(page) < 8_000_000
+    for name in ("step_norms", "step_cosines", "accelerations", "drift_to_loop", "limit", "trajectories", "verdict_map"):
+        assert f"id='{name}-0'" in page
+        image = Image.open(run / "report" / "figures" / f"{name}.png")
+        assert image.width > 800 and len(set(image.convert("L").resize((200, 200)).tobytes())) > 5
+        assert (run / "report" / "figures" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    for letter in "abcd":
+        assert f"({letter})" in page
+    assert "leads with it" in page and "muon" in page
+
+
+def test_no_network(run: Path) -> None:
+    """The page loads nothing from anywhere: no source, link or import but fragments and its own figures."""
+    page = write_report(run).read_text()
+    outside_script = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    for target in re.findall(r"(?:src|href)=['\"]([^'\"]+)", outside_script):
+        assert target.startswith("figures/"), target
+    assert "@import" not in outside_script and "url(" not in outside_script
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")
+def test_page_in_a_browser(run: Path, tmp_path: Path) -> None:
+    """In a browser every plot is drawn, inside its card, at desktop and phone width."""
+    page = write_report(run)
+    for width in (1280, 500):
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+        flags += ["--disable-component-update", "--disable-quic", f"--user-data-dir={tmp_path / str(width)}", f"--window-size={width},3000"]
+        command = [str(CHROMIUM), *flags, "--virtual-time-budget=20000", "--dump-dom", f"file://{page}"]
+        dom = subprocess.run(command, capture_output=True, text=True, timeout=180).stdout
+        assert dom.count("main-svg") >= 10, "the plots are drawn"
+        sizes = [int(float(w)) for w in re.findall(r"class=\"main-svg\"[^>]*?width=\"([\d.]+)\"", dom)]
+        assert sizes and max(sizes) <= width
+
+
+def test_report_needs_no_torch() -> None:
+    """The report is made of saved numbers: importing it imports no torch."""
+    script = "import sys, twoscale.report.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def record(norms: list[float], cosines: list[float], drift: float, step: int = 100) -> dict[str, Any]:
+    n = [1000] * len(cosines)
+    group = {"name": "4", "step_norm": {"mean": norms}, "step_cosine": {"mean": cosines, "count": n}}
+    other = copy.deepcopy(group) | {"name": "5"}
+    return {"step": step, "groups": [group, other], "boundaries": [{"from": "4", "to": "5", "dlr": {"settled_k1": {"mean": drift}}}]}
+
+
+def outcomes(*records: dict[str, Any]) -> str:
+    return "".join(c.outcome[0] for c in judge(records))
+
+
+def test_claims() -> None:
+    """Each claim comes out confirmed, refuted or undecided by its rule."""
+    decay, slow = [4 * 0.5**k for k in range(30)], [4 * 0.9**k for k in range(30)]
+    steady, moving = [0.5] * 29, [0.9 - 0.05 * k for k in range(29)]
+    assert outcomes(record(decay, steady, 20)) == "ccuc"
+    assert outcomes(record([1.0] * 30, moving, 0.5)) == "rrur"
+    assert outcomes(record(slow, [0.5] * 14 + [0.3] * 15, 2)) == "uuuu"
+    assert outcomes(record(slow, moving, 9, step=10), record(decay, steady, 9)) == "cccc"
+    assert outcomes(record(decay, steady, 9, step=10), record(slow, moving, 9)) == "urrc"
+    assert outcomes(record(slow, moving, 9, step=0), record(decay, steady, 9)) == "ccuc", "the start is not training"
+    assert outcomes(record(decay[:5], steady[:4], 9)) == "uuuc", "too few steps to judge"
+    sunk = record(decay, steady, 9)
+    for g in sunk["groups"]:
+        g["step_cosine"]["count"] = [1000] * 8 + [10] * 21
+    assert outcomes(sunk) == "cuuc", "cosines of rounding do not count"
+
+
+def test_bad_input(run: Path, shards: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """Missing runs, runs without measurements, broken lines and foreign shards get one clear line."""
+    (tmp_path / "empty").mkdir()
+    broken = tmp_path / "broken"
+    shutil.copytree(run, broken)
+    (broken / "geometry.jsonl").write_text('{"step": 1\n')
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare)
+    (bare / "geometry.jsonl").unlink()
+    other = tmp_path / "other"
+    assert (
+        cli(
+            "prepare", "--source", shards.parent.parent / "corpus0" / "corpus.txt", "--tokenizer", "bpe", "--bpe-vocab", 300, "--out", other
+        )[0]
+        == 0
+    )
+    cases = {
+        ("report", tmp_path / "none"): "no folder",
+        ("report", tmp_path / "empty"): "config.json does not exist",
+        ("report", broken): "line 1 is not JSON",
+        ("report", bare): "twoscale trace",
+        ("trace", tmp_path / "none"): "no folder",
+        ("trace", tmp_path / "empty"): "no checkpoint",
+        ("trace", run, "--data-dir", tmp_path / "none"): "does not exist",
+        ("trace", run, "--data-dir", other): "another tokenizer",
+        ("trace", run, "--loops", 0): "between 1",
+        ("trace", run, "--checkpoint", "step-000777"): "step-000777",
+        ("bench", "trace", "--repeats", 0): "at least 1",
+    }
+    for args, word in cases.items():
+        code, _, err = cli(*args)
+        assert code == 2 and word in err and len(err.strip().splitlines()) == 1, (args, err)
+
+
+def test_small_runs_still_report(run: Path, shards: Path, tmp_path: Path) -> None:
+    """One group, one step, one record: a page without the figures that need more."""
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    records = read_jsonl(copied / "geometry.jsonl")[:1]
+    records[0]["boundaries"] = []
+    records[0]["groups"] = records[0]["groups"][:1]
+    for name in ("step_cosine", "acceleration", "acceleration_steps", "acceleration_state"):
+        records[0]["groups"][0].pop(name)
+    (copied / "geometry.jsonl").write_text(json.dumps(records[0]) + "\n")
+    shutil.rmtree(copied / "trace")
+    page = write_report(copied).read_text()
+    assert "id='step_norms-0'" in page and "id='drift_to_loop-0'" not in page and len(load_run(copied).geometry) == 1
+
+
+def test_style() -> None:
+    """Colours are distinct and ordered, labels show what cannot be seen, at most six lines stand in a panel."""
+    assert len(set(ordered_colours(6))) == 6 and ordered_colours(1) == ["#440154"]
+    assert visible(" a\n\t\x00") == "␣a⏎⇥·" and visible("") == "·"
+    kept = chosen([{"step": i} for i in range(40)])
+    assert len(kept) == 6 and kept[0]["step"] == 0 and kept[-1]["step"] == 39
