@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,24 @@ def test_trackers(tmp_path: Path, shards: Path) -> None:
     """TensorBoard gets the numbers when asked for."""
     start_run(nano_run(steps=4, tracker="tensorboard"), tmp_path, shards)
     assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_wandb(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B gets the config and the numbers, loop counts one by one, when asked for."""
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class Run:
+        def log(self, values: dict[str, float], step: int) -> None:
+            logged.append((step, values))
+
+        def finish(self) -> None:
+            logged.append((-1, {}))
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: logged.append((0, settings["config"])) or Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    start_run(nano_run(steps=4, tracker="wandb"), tmp_path, shards)
+    assert [step for step, _ in logged] == [0, 1, 2, 3, 4, -1] and {"loss", "loops/0", "loops/1"} <= set(logged[1][1])
 
 
 def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
