@@ -26,7 +26,7 @@ class Claim:
 def judge(records: Sequence[dict[str, Any]]) -> list[Claim]:
     """Claims (a) to (d) on the records of a run, oldest first."""
     last = records[-1]
-    return [_decay(last), _cosines(last), _training(records), _drift(last)]
+    return [_decay(last), _cosines(last), _training(records), _drift(records)]
 
 
 def decay_ratio(group: dict[str, Any]) -> float | None:
@@ -120,7 +120,8 @@ def _training(records: Sequence[dict[str, Any]]) -> Claim:
     return Claim("c", text, rule, f"step {first['step']} to {last['step']}: " + "; ".join(parts), outcome)
 
 
-def _drift(last: dict[str, Any]) -> Claim:
+def _drift(records: Sequence[dict[str, Any]]) -> Claim:
+    first, last = records[0], records[-1]
     rule = (
         "DLR with the next group's last state above the line and the mean step over k ≥ 1 below it (`settled`, k ≥ 1). "
         "Confirmed at 3 or more at every boundary, refuted below 1 at any."
@@ -131,7 +132,11 @@ def _drift(last: dict[str, Any]) -> Claim:
     if not ratios or len(known) < len(ratios):
         return Claim("d", text, rule, "one group only, or a group that never moves" if not ratios else "a group never moves", "undecided")
     outcome: Outcome = "confirmed" if min(known) >= 3 else "refuted" if min(known) < 1 else "undecided"
-    return Claim("d", text, rule, "; ".join(f"{n}: {r:.1f}" for n, r in ratios.items()), outcome)
+    measured = "; ".join(f"{n}: {r:.1f}" for n, r in ratios.items())
+    if first["step"] == 0 < last["step"]:
+        untrained = [b["dlr"]["settled_k1"]["mean"] for b in first["boundaries"]]
+        measured += f" (before training: {', '.join('not defined' if r is None else f'{r:.1f}' for r in untrained)})"
+    return Claim("d", text, rule, measured, outcome)
 
 
 def _percent(share: float | None) -> str:

@@ -128,20 +128,20 @@ def drift_to_loop(run: RunFiles) -> Figure:
     used = [v for v in VARIANTS if v in run.last["boundaries"][0]["dlr"]]
     steps = [r["step"] for r in run.geometry]
     for b, ax in enumerate(axes[0]):
-        for name in used:
+        for name in reversed(used):  # the leading one on top, and larger, since others may lie right under it
             colour, marker, _ = VARIANTS[name]
+            size = 8 if name == "settled" else 4
             for suffix, style in (("_k1", "-"), ("", "--")):
                 values = [r["boundaries"][b]["dlr"][name + suffix]["mean"] for r in run.geometry]
-                ax.plot(
-                    steps, [math.nan if v is None else v for v in values], style, color=colour, marker=marker, markersize=4, linewidth=1.4
-                )
+                shown = [math.nan if v is None else v for v in values]
+                ax.plot(steps, shown, style, color=colour, marker=marker, markersize=size, markerfacecolor="none", linewidth=1.4)
         ax.axhline(1, color="#444444", linewidth=0.9)
         boundary = run.last["boundaries"][b]
         ax.set(yscale="symlog", xlabel="training step", title=f"group {boundary['from']} → {boundary['to']}")
         ax.margins(y=0.12)
         ax.set_ylim(bottom=-0.15)
     axes[0][0].set_ylabel("Drift-to-Loop Ratio (line: 1)")
-    keys = [Line2D([], [], color=VARIANTS[v][0], marker=VARIANTS[v][1], markersize=5) for v in used]
+    keys = [Line2D([], [], color=VARIANTS[v][0], marker=VARIANTS[v][1], markersize=6, markerfacecolor="none") for v in used]
     keys += [Line2D([], [], color="#444444", linestyle=s) for s in ("-", "--")]
     figure.legend(keys, [*used, "mean over k ≥ 1", "over all k"], loc="outside lower center", ncols=4, frameon=False)
     return figure

@@ -40,13 +40,13 @@ def drift_to_loop(run: RunFiles) -> list[Panel]:
     steps = [r["step"] for r in run.geometry]
     for b, boundary in enumerate(run.last["boundaries"]):
         figure = go.Figure()
-        for name in [v for v in VARIANTS if v in boundary["dlr"]]:
+        for name in reversed([v for v in VARIANTS if v in boundary["dlr"]]):  # the leading one on top
             colour, _, symbol = VARIANTS[name]
             for suffix, dash, words in (("_k1", "solid", "k ≥ 1"), ("", "dash", "all k")):
                 y = [r["boundaries"][b]["dlr"][name + suffix]["mean"] for r in run.geometry]
                 figure.add_scatter(
                     x=steps, y=y, name=f"{name}, {words}", mode="lines+markers", line={"color": colour, "dash": dash, "width": 1.6},
-                    marker={"symbol": symbol, "size": 9 if name == "settled" else 6},
+                    marker={"symbol": f"{symbol}-open", "size": 12 if name == "settled" else 7},
                     visible=True if suffix else "legendonly",
                 )  # fmt: skip
         figure.add_hline(y=1, line_color="#888888", line_width=1)
