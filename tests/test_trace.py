@@ -13,6 +13,7 @@ from conftest import small_model
 from test_model import loud
 from twoscale import geometry
 from twoscale.config import UserError
+from twoscale.geometry import record as record_module
 from twoscale.geometry.online import Moments
 from twoscale.model import LoopedGPT
 from twoscale.tracing import Trace
@@ -79,6 +80,8 @@ def test_broken_models() -> None:
         model.groups[1].blocks[0].mlp.down.weight[0, 0] = math.nan  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"group 1.*step 1 is not finite"):
         twoscale.trace(model, some_ids(), loops=3)
+    with pytest.raises(UserError, match="no loop groups"):
+        geometry.measure(LoopedGPT(small_model(groups=())), some_ids())
     with pytest.raises(UserError, match="no loop groups"):
         twoscale.trace(LoopedGPT(small_model(groups=())), some_ids())
 
@@ -152,4 +155,15 @@ def test_limit() -> None:
     model = LoopedGPT(small_model())
     record = geometry.measure_limit(model, some_ids(), loops=16, iterations=25)
     for group in record:
-        assert group["distance"]["mean"][0] > group["distance"]["mean"][5] and 0 <= group["spectral_radius"]["max"] < 1.5
+        assert group["distance"]["mean"][0] > group["distance"]["mean"][5] and 0.05 < group["spectral_radius"]["max"] < 1.5
+        assert 0.05 < group["contraction_rate"]["mean"] < 1
+
+
+def test_rate_of_a_map_that_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fitted rate of measure_limit is the map's own, also where it grows or only drifts: 1.02 and 1."""
+    model = LoopedGPT(small_model(groups=((1,),)))
+    monkeypatch.setattr(record_module, "loop_spectral_radius", lambda *a: torch.ones(3))
+    for grow, rate in ((lambda x, *a: 1.02 * x, 1.02), (lambda x, *a: x + 1, 1.0), (lambda x, *a: 0.9 * x, 0.9)):
+        monkeypatch.setattr(model.groups[0], "step", grow)
+        [group] = geometry.measure_limit(model, some_ids(), loops=64)
+        assert group["contraction_rate"]["mean"] == pytest.approx(rate, abs=1e-4)

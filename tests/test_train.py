@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,14 +117,13 @@ def test_resume_on_other_processes(tmp_path: Path, shards: Path) -> None:
     """A checkpoint of one process goes on in two sharded ones, and the other way round."""
     config = nano_run(steps=20, checkpoint_interval=10, keep_last=5)
     start_run(config, tmp_path / "one", shards)
-    half = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp"))
-    start_run(config, tmp_path / "mixed", shards)
-    for folder in ckpt.list_checkpoints(tmp_path / "mixed" / "checkpoints")[1:]:
-        (folder / "state.json").unlink()  # as if it had never been finished
-        folder.rename(folder.with_name(".gone"))
-    finish(start_process(arguments(half, tmp_path / "mixed", shards), processes=2))
-    assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "mixed"), strict=True)) < 1e-5
-    assert "going on from step 10" not in finish(start_process(arguments(config, tmp_path / "mixed", shards)))
+    words = arguments(dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp")), tmp_path / "run", shards)
+    for first, second in ((1, 2), (2, 1)):
+        finish(start_process(words, processes=first))
+        ckpt.set_aside_after(tmp_path / "run" / "checkpoints", 10)
+        assert "going on from step 10" in finish(start_process(words, processes=second))
+        assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "run"), strict=True)) < 1e-5
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_accumulation(tmp_path: Path, shards: Path) -> None:
@@ -226,6 +226,66 @@ def test_damaged_checkpoint(tmp_path: Path, shards: Path, cli: CommandLine) -> N
     code, _, err = cli("train", "--resume", run, "--data-dir", shards, "--checkpoint", "step-000008")
     assert code == 0, err
     assert ckpt.fault(newest) is None
+
+
+def test_going_back(tmp_path: Path, shards: Path, cli: CommandLine) -> None:
+    """Going on from an older checkpoint sets the later ones aside: what is saved next is not pruned, and is resumed from."""
+    config = nano_run(steps=12, checkpoint_interval=2, keep_last=6)
+    start_run(config, tmp_path, shards)
+    before = losses(tmp_path)
+    changed = dataclasses.replace(config, train=dataclasses.replace(config.train, keep_last=1))
+    assert start_run(changed, tmp_path, shards, checkpoint="step-000004").step == 12
+    assert losses(tmp_path) == before
+    kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["old-step-000006", "old-step-000008", "old-step-000010", "old-step-000012", "step-000012"]
+
+
+def test_resume_finds_its_data(tmp_path: Path, corpus: Path, shards: Path, cli: CommandLine) -> None:
+    """--resume trains on the shards that the run was started with; other shards and lost ones are refused."""
+    config = nano_run(steps=8, checkpoint_interval=4, keep_last=3)
+    start_run(config, tmp_path / "run", shards)
+    before = losses(tmp_path / "run")
+    ckpt.set_aside_after(tmp_path / "run" / "checkpoints", 4)
+    assert cli("train", "--resume", tmp_path / "run")[0] == 0
+    assert losses(tmp_path / "run") == before and not (tmp_path / "run" / "data").exists()
+    assert ckpt.load_config(tmp_path / "run").data.source == str(corpus), "the config names the text that was trained on"
+    other = tmp_path / "other"
+    assert cli("prepare", "--source", corpus, "--val-fraction", "0.2", "--tokenizer", "bpe", "--bpe-vocab", 257, "--out", other)[0] == 0
+    code, _, err = cli("train", "--resume", tmp_path / "run", "--data-dir", other)
+    assert code == 2 and "holds a run with other settings (data.tokenizer" in err
+    (tmp_path / "run" / "data_dir.json").write_text(json.dumps({"path": str(tmp_path / "gone")}))
+    code, _, err = cli("train", "--resume", tmp_path / "run")
+    assert code == 2 and "are gone" in err
+
+
+def test_a_refused_config_leaves_no_trace(tmp_path: Path, shards: Path, cli: CommandLine) -> None:
+    """After a config that was refused, the corrected one runs in the same folder."""
+    words = ("train", "--preset", "nano", "--data-dir", shards, "--out", tmp_path / "run", "--train.steps", 4)
+    assert cli(*words, "--model.block-size", 1_000_000)[0] == 2
+    assert cli(*words)[0] == 0
+
+
+def test_no_groups(tmp_path: Path, cli: CommandLine) -> None:
+    """A plain GPT trains and is evaluated too; there is no geometry to report."""
+    words = ("--train.steps", 4, "--data.max-documents", 12, "--train.eval-sequences", 4)
+    code, out, err = cli("reproduce", "--preset", "nano", "--model.groups", "none", "--out", tmp_path / "run", *words)
+    assert code == 0 and "bigram" in out and not (tmp_path / "run" / "geometry.jsonl").exists(), err
+
+
+def test_hostile_folders(tmp_path: Path, shards: Path) -> None:
+    """A config may promise any size: no memory is taken before the weights in the file bear it out."""
+    start_run(nano_run(steps=4), tmp_path, shards)
+    folder = tmp_path / "checkpoints" / "step-000004"
+    config, state = json.loads((folder / "config.json").read_text()), json.loads((folder / "state.json").read_text())
+    config["model"] |= {"n_embd": 16384, "n_head": 128, "n_layer": 60}
+    (folder / "config.json").write_text(json.dumps(config))
+    state["files"]["config.json"] = ckpt._facts(folder / "config.json")
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"lacks|shape"):
+        load(folder)
+    (folder / "state.json").write_text(json.dumps(state | {"files": {}}))
+    with pytest.raises(UserError, match=r"does not list config\.json"):
+        load(folder)
 
 
 def test_which_checkpoints_stay(tmp_path: Path, shards: Path) -> None:

@@ -26,16 +26,17 @@ def run(args: list[str]) -> int:
     stages: dict[str, Callable[[], int]] = {
         "train": lambda: _train_stage(parsed, out),
         "evaluate": lambda: _evaluate_stage(parsed.config, out),
-        "trace": lambda: _trace_stage(out),
-        "report": lambda: _report_stage(out),
     }
+    if parsed.config.model.n_groups:
+        stages |= {"trace": lambda: _trace_stage(out), "report": lambda: _report_stage(out)}
     started = time.monotonic()
     for i, (name, stage) in enumerate(stages.items(), start=1):
         say(f"[{i}/{len(stages)}] {name}")
         if (code := stage()) != 0:
             return code
     _print_table(read_json(out / EVALUATION))
-    print(f"report    {out / REPORT}")
+    if parsed.config.model.n_groups:
+        print(f"report    {out / REPORT}")
     say(f"done in {time.monotonic() - started:.0f} s; the run is in {out}")
     return 0
 

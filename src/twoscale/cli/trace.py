@@ -24,14 +24,14 @@ class TraceArgs:
     """Which checkpoint (for example step-000120); the newest by default."""
     all: bool = False
     """Every checkpoint of the run."""
-    loops: int = 30
-    """Loop steps to trace."""
+    loops: int | None = None
+    """Loop steps to trace; by default as many as training measured (30)."""
     limit_loops: int = 64
     """Loop steps after which a state is taken for its limit."""
-    sequences: int = 16
-    """Held-out sequences to measure on."""
+    sequences: int | None = None
+    """Held-out sequences to measure on; by default those that training measured on."""
     data_dir: Path | None = None
-    """Shards to take the held-out text from; RUN/data by default."""
+    """Shards to take the held-out text from; by default the run's own."""
 
 
 def run(args: list[str]) -> int:
@@ -42,20 +42,28 @@ def run(args: list[str]) -> int:
 def trace_run(args: TraceArgs) -> None:
     from twoscale.geometry.probe import measure_checkpoint, trace_sequence
     from twoscale.train.checkpoint import list_checkpoints, newest_checkpoint
+    from twoscale.train.run import find_data
 
     if not args.run.is_dir():
         raise UserError(f"{args.run} is no folder: give a run")
-    if min(args.loops, args.limit_loops, args.sequences) < 1 or max(args.loops, args.limit_loops) > 10_000:
+    numbers = [n for n in (args.loops, args.limit_loops) if n is not None]
+    if min(numbers) < 1 or max(numbers) > 10_000 or (args.sequences is not None and args.sequences < 1):
         raise UserError("--loops and --limit-loops lie between 1 and 10000, --sequences is at least 1")
     root = args.run / "checkpoints"
-    newest = newest_checkpoint(root)
-    if newest is None:
+    there = list_checkpoints(root)
+    if not there:
         raise UserError(f"{args.run} has no checkpoint yet: train it first")
-    chosen = root / Path(args.checkpoint).name if args.checkpoint else newest
-    folders = list_checkpoints(root) if args.all else [chosen]
-    if not all(f.is_dir() for f in folders):
-        raise UserError(f"{chosen} does not exist (checkpoints of this run: {', '.join(p.name for p in list_checkpoints(root))})")
-    data = args.data_dir or args.run / "data"
+    if args.checkpoint is not None:
+        folders = [root / Path(args.checkpoint).name]
+        if not folders[0].is_dir():
+            raise UserError(f"{folders[0]} does not exist (checkpoints of this run: {', '.join(p.name for p in there)})")
+    elif args.all:
+        folders = there
+    else:
+        newest = newest_checkpoint(root)
+        assert newest is not None
+        folders = [newest]
+    data = find_data(args.run, args.data_dir)
     for i, folder in enumerate(folders, start=1):
         record = measure_checkpoint(args.run, folder, data, args.loops, args.sequences, args.limit_loops)
         shares = ", ".join(f"{g['name']} {g['verdict']}" for g in record["groups"])

@@ -59,8 +59,6 @@ def train(args: TrainArgs) -> int:
     config, out = args.config, args.out or Path("runs") / args.config.name
     if args.resume is not None:
         config, out = load_config(args.resume), args.resume
-    if args.data_dir is not None and not args.data_dir.is_dir():
-        raise UserError(f"--data-dir {args.data_dir} does not exist: make it with `twoscale prepare`")
     try:
         with DocumentLine() as line:
             result = start_run(config, out, args.data_dir, args.checkpoint, line, [probe_geometry])

@@ -7,6 +7,7 @@ norms on the branch or on a group's state) are what the published looped familie
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Literal
 
 from twoscale.config.errors import UserError
@@ -156,19 +157,19 @@ class ModelConfig:
         """One loop count for each group from what a caller may say: None (mean_loops), one number, or one a group."""
         if loops is None:
             loops = self.mean_loops
-        if isinstance(loops, int) and not isinstance(loops, bool):
-            counts = (loops,) * self.n_groups
+        single = _whole_number(loops)
+        if single is not None:
+            counts: tuple[int | None, ...] = (single,) * self.n_groups
         else:
             try:
-                counts = tuple(loops)  # type: ignore[arg-type]
+                counts = tuple(_whole_number(k) for k in loops)  # type: ignore[union-attr]
             except TypeError:
                 raise UserError(f"loops = {loops!r}: give one whole number, or one for each group") from None
         if len(counts) != self.n_groups:
             raise UserError(f"loops has {len(counts)} entries, the model has {self.n_groups} groups: give one for each")
-        for k in counts:
-            if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-                raise UserError(f"loops = {k!r}: a group takes a whole number of steps, at least 1")
-        return counts
+        if any(k is None or k < 1 for k in counts):
+            raise UserError(f"loops = {loops!r}: a group takes a whole number of steps, at least 1")
+        return tuple(k for k in counts if k is not None)
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -231,6 +232,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "start": ("noise", "zeros", "input"),
     "noise": ("start", "every_step"),
 }
+
+
+def _whole_number(value: object) -> int | None:
+    """The value as an int where it is one (numpy's and torch's included), else None."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _positive(name: str, value: object) -> None:

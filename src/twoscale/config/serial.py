@@ -26,6 +26,9 @@ def from_dict(kind: type[T], values: Any, where: str = "config") -> T:
     fields = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - fields):
         raise UserError(f"{where}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(fields))}")
+    required = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]  # type: ignore[arg-type]
+    if missing := [name for name in required if name not in values]:
+        raise UserError(f"{where}: {missing[0]!r} is missing")
     return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
 
 
@@ -35,7 +38,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON: {error}") from None
 
 

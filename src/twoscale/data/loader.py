@@ -21,6 +21,8 @@ class TokenData:
         self.folder, self.split = folder, split
         self.shards = []
         for entry in manifest["shards"]:
+            if not isinstance(entry, dict) or not {"file", "split", "tokens"} <= set(entry):
+                raise UserError(f"the manifest of {folder} has a shard without file, split or tokens: prepare the data again")
             if entry["split"] == split and entry["tokens"]:
                 header, tokens = open_shard(folder / Path(entry["file"]).name)
                 if header.split != split or header.tokens != entry["tokens"]:

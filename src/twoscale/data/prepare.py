@@ -16,7 +16,7 @@ import numpy as np
 
 from twoscale.config import DataConfig, UserError
 from twoscale.config.files import make_folder, write_json
-from twoscale.config.serial import read_json, to_dict
+from twoscale.config.serial import from_dict, read_json, to_dict
 from twoscale.data.shards import ShardHeader, open_shard, token_dtype, write_shard
 from twoscale.data.sources import Documents
 from twoscale.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -35,14 +35,15 @@ def quiet(documents: int, tokens: int, doing: str) -> None:
 
 def prepare(config: DataConfig, out: Path, progress: Progress = quiet) -> dict[str, Any]:
     """Make (or finish) the shards in `out` and return the manifest. Does nothing where they are whole already."""
-    documents = Documents(config)
-    request = {"data": to_dict(config), "files": documents.fingerprint()}
+    if (out / MANIFEST).exists() and (out / REQUEST).exists() and prepared_config(out) == config:
+        return load_manifest(out)  # the source itself is no longer needed
+    request = {"data": to_dict(config), "files": Documents(config).fingerprint()}
     make_folder(out)
+    for rest in out.glob(".*.tmp"):  # of a killed run
+        rest.unlink()
     if (out / REQUEST).exists():
         if read_json(out / REQUEST) != request:
             raise UserError(f"{out} holds the shards of another source or other settings: choose another --out or remove the folder")
-        if (out / MANIFEST).exists():
-            return load_manifest(out)
     elif any(out.iterdir()):
         raise UserError(f"{out} is not empty and holds no shards of this program: choose another --out")
     write_json(out / REQUEST, request)
@@ -52,6 +53,14 @@ def prepare(config: DataConfig, out: Path, progress: Progress = quiet) -> dict[s
         tokenizer = _make_tokenizer(config, progress)
         tokenizer.save(out)
     return _Writer(config, out, tokenizer, progress).run()
+
+
+def prepared_config(folder: Path) -> DataConfig:
+    """The settings that a folder of shards was made with."""
+    request = read_json(folder / REQUEST)
+    if not isinstance(request, dict) or "data" not in request:
+        raise UserError(f"{folder / REQUEST} does not say what the shards were made from: prepare the data again")
+    return from_dict(DataConfig, request["data"], str(folder / REQUEST))
 
 
 def load_manifest(folder: Path) -> dict[str, Any]:
@@ -144,7 +153,8 @@ class _Writer:
     def run(self) -> dict[str, Any]:
         documents = Documents(self.config)
         written = sum(h.tokens for h in self.headers.values() if h.split == "train")
-        for index, text in self._encoded(documents):
+        enough = self.config.max_tokens is not None and written >= self.config.max_tokens
+        for index, text in [] if enough else self._encoded(documents):
             if text is not None:
                 ids, size = text
                 split = "val" if is_validation(self.config, index) else "train"

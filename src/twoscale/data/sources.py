@@ -44,16 +44,13 @@ class Documents:
     def _clean(self, document: str | bytes) -> str | None:
         """Text worth keeping, or None; either way it is counted."""
         self.counts["documents"] += 1
-        if isinstance(document, bytes):
-            text = document.decode("utf-8", errors="replace")
-            if "\ufffd" in text:
-                bad = text.count("\ufffd")
-                if bad > MOST_BAD * len(text):
-                    self.counts["not_text"] += 1
-                    return None
-                self.counts["bad_utf8"] += 1
-        else:
-            text = document
+        raw = document if isinstance(document, bytes) else document.encode("utf-8", "surrogatepass")  # JSON can smuggle half characters in
+        text = raw.decode("utf-8", errors="replace")
+        if len(text) > 0 and text != document and "\ufffd" in text:
+            if text.count("\ufffd") > MOST_BAD * len(text):
+                self.counts["not_text"] += 1
+                return None
+            self.counts["bad_utf8"] += 1
         if not text.strip():
             self.counts["empty"] += 1
             return None
@@ -123,7 +120,7 @@ def _jsonl(f: IO[bytes], path: Path, column: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of five thousand digits
             raise UserError(f"{path}, line {number} is not JSON ({error}): mend or remove the line") from None
         if not isinstance(record, dict) or not isinstance(record.get(column), str):
             found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -131,7 +128,7 @@ def _jsonl(f: IO[bytes], path: Path, column: str) -> Iterator[str]:
         yield record[column]
 
 
-def _parquet(path: Path, column: str) -> Iterator[str]:
+def _parquet(path: Path, column: str) -> Iterator[bytes]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -143,10 +140,11 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
             if column not in names:
                 raise UserError(f"{path} has no column {column!r} (found: {', '.join(names)}): set --text-column")
             for batch in table.iter_batches(batch_size=256, columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    if value is not None and not isinstance(value, str):
-                        raise UserError(f"{path}: column {column!r} holds {type(value).__name__}, not text")
-                    yield value or ""
+                values = batch.column(0)
+                if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type) or pa.types.is_null(values.type)):
+                    raise UserError(f"{path}: column {column!r} holds {values.type}, not text")
+                for value in values.cast(pa.large_binary()).to_pylist():  # as bytes: parquet does not promise that they are UTF-8
+                    yield value or b""
     except (pa.ArrowException, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is truncated or no parquet file: {first}") from None

@@ -36,20 +36,25 @@ def write_record(run: Path, record: dict[str, Any]) -> None:
 def probe_geometry(trainer: Trainer) -> None:
     """A Trainer's probe: the statistics on a few held-out sequences. Every process computes, the first one writes."""
     c = trainer.config.train
+    if not trainer.config.model.n_groups:
+        return
     started = time.perf_counter()
-    ids = trainer.held_out[0][: c.geometry_sequences]
+    ids = held_out(trainer.val_data, trainer.config.model.block_size, c.geometry_sequences)[0]
     record = measure(trainer.model, ids, c.geometry_loops, run=trainer.evaluated)
     if trainer.world.main:
         write_record(trainer.run, _about(trainer.config, trainer.progress, record, started))
 
 
-def measure_checkpoint(run: Path, folder: Path, data: Path, loops: int, sequences: int, limit_loops: int) -> dict[str, Any]:
-    """Everything that is measured of one checkpoint, written to geometry.jsonl; returns the record."""
+def measure_checkpoint(run: Path, folder: Path, data: Path, loops: int | None, sequences: int | None, limit_loops: int) -> dict[str, Any]:
+    """Everything that is measured of one checkpoint, written to geometry.jsonl; returns the record.
+
+    Without `loops` and `sequences` it is measured on the very windows, and as deep, as training measured.
+    """
     started = time.perf_counter()
     config, progress = ckpt.load_config(folder), ckpt.read_progress(folder)
     model, tokenizer = ckpt.load_model(folder)
-    ids = _windows(data, config.model.block_size, sequences, tokenizer)
-    record = measure(model, ids, loops)
+    ids = _windows(data, config.model.block_size, sequences or config.train.geometry_sequences, tokenizer)
+    record = measure(model, ids, loops or config.train.geometry_loops)
     for group, limit in zip(record["groups"], measure_limit(model, ids, limit_loops), strict=True):
         group["limit"] = limit
     record = _about(config, progress, record, started)
@@ -57,9 +62,10 @@ def measure_checkpoint(run: Path, folder: Path, data: Path, loops: int, sequence
     return record
 
 
-def trace_sequence(run: Path, folder: Path, data: Path, loops: int) -> None:
+def trace_sequence(run: Path, folder: Path, data: Path, loops: int | None) -> None:
     """One held-out sequence in full: states, tokens, each token's verdict, and trajectories in a common space."""
     model, tokenizer = ckpt.load_model(folder)
+    loops = loops or ckpt.load_config(folder).train.geometry_loops
     length = min(SEQUENCE_TOKENS, model.config.block_size)
     ids = _windows(data, model.config.block_size, 1, tokenizer)[:, :length]
     traced = trace(model, ids, loops=loops)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twoscale.config import UserError
 from twoscale.config.groups import format_groups
 from twoscale.geometry.drift import drift_to_loop
 from twoscale.geometry.online import Moments
@@ -114,8 +115,10 @@ def measure_limit(model: LoopedGPT, ids: Tensor, loops: int = LIMIT_LOOPS, *, se
     records = []
     for g, x in enumerate(traced.states):
         x = x[:, traced.mask]
-        gaps, limit = distances(x, x[-1])[:-1], x[-1]
-        rate = contraction_rate(gaps, floor=10 * ROUNDING * torch.linalg.vector_norm(limit, dim=-1))
+        gaps = distances(x, x[-1])[:-1]
+        # Fitted to the steps, not to the distances: those end in zero at the last state whatever the map does.
+        steps = Steps(x)
+        rate = contraction_rate(steps.norms, floor=10 * ROUNDING * steps.state_norms[-1])
         gap_moments, rate_moments = Moments(), Moments()
         gap_moments.add(gaps)
         rate_moments.add(rate[None])
@@ -144,6 +147,8 @@ def _flat(moments: dict[str, list[Any]]) -> dict[str, Any]:
 def _chunks(model: LoopedGPT, batches: Iterable[Tensor], loops: int | Sequence[int]) -> Iterator[Tensor]:
     """Windows a few at a time, so that the states of all groups stay within CHUNK_FLOATS."""
     c = model.config
+    if not c.n_groups:
+        raise UserError("this model has no loop groups: there is nothing to measure")
     per_token = (sum(c.loops_for(loops)) + c.n_groups) * c.n_embd
     for ids in batches:
         rows = max(1, CHUNK_FLOATS // (per_token * ids.shape[1]))

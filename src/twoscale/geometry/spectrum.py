@@ -19,6 +19,7 @@ def spectral_radius(step: Callable[[Tensor], Tensor], x: Tensor, iterations: int
     keys = [fold(0, row) for row in range(x.shape[0])]
     direction = keyed_normal(keys, torch.arange(x[0].numel()).expand(x.shape[0], -1), 1).view(x.shape).to(x)
     flat = tuple(range(1, x.dim()))
+    warm = min(warm, iterations // 2)
     logs = []
     for i in range(iterations):
         direction = direction / torch.linalg.vector_norm(direction, dim=flat, keepdim=True).clamp(min=1e-30)

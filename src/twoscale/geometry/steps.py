@@ -148,7 +148,7 @@ def verdicts(states: Tensor | Steps) -> Tensor:
     2. *drifting* when they grow by 1 % or more a step;
     3. else, at constant length: *circling* when the steps' direction has turned by a right angle or more in all, and
        *drifting* when it has not.
-    With fewer than four steps: undecided.
+    With fewer than four steps, or where a state is not finite: undecided.
     """
     of = states if isinstance(states, Steps) else Steps(states)
     K = of.states.shape[0] - 1
@@ -157,6 +157,8 @@ def verdicts(states: Tensor | Steps) -> Tensor:
     rest = of.norms[-1] <= STILL * of.state_norms[-1]
     rate = contraction_rate(of.norms[K // 2 - 1 :]).nan_to_num(1.0)
     turning = torch.arccos(of.cosines[1:].nan_to_num(1.0)).sum(dim=0)
+    known = of.states.isfinite().flatten(-1).all(dim=-1).all(dim=0)
     result = torch.where(turning >= TURNED, VERDICTS.index("circling"), VERDICTS.index("drifting"))
     result = torch.where(rate >= GROWING, VERDICTS.index("drifting"), result)
-    return torch.where(rest | (rate <= SHRINKING), VERDICTS.index("settling"), result)
+    result = torch.where(rest | (rate <= SHRINKING), VERDICTS.index("settling"), result)
+    return torch.where(known, result, VERDICTS.index("undecided"))

@@ -36,7 +36,8 @@ class PlainStage(nn.Module):
 class LoopedGPT(nn.Module):
     """Embedding, stages (plain runs of layers and loop groups), closing norm, head."""
 
-    def __init__(self, config: ModelConfig | RunConfig, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig | RunConfig, seed: int | None = 0) -> None:
+        """A fresh model; `seed=None` leaves the weights as they come, for a caller who fills them."""
         super().__init__()
         self.config = config.model if isinstance(config, RunConfig) else config
         c = self.config
@@ -49,7 +50,8 @@ class LoopedGPT(nn.Module):
             PlainStage(c, len(layers)) if group is None else LoopGroup(c, group, self.ln_f) for layers, group in c.stages
         )
         self.lm_head = None if c.tie_head else nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
-        init_weights(self, seed)
+        if seed is not None:
+            init_weights(self, seed)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What a caller hands to a pass: ids and start states, checked."""
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def as_batch(ids: Tensor | Sequence[Sequence[int]], vocab_size: int, block_size:
         tokens, lengths = ids.to(torch.int64), torch.full((ids.shape[0],), ids.shape[1])
     else:
         try:
-            rows = [torch.tensor(list(row), dtype=torch.int64) for row in ids]
+            rows = [torch.tensor([index(i) for i in row], dtype=torch.int64) for row in ids]
         except (TypeError, ValueError, RuntimeError):
             raise UserError("ids must be a tensor (B, T) or a list of lists of whole numbers") from None
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)

@@ -130,7 +130,8 @@ def _drift(records: Sequence[dict[str, Any]]) -> Claim:
     ratios = {f"{b['from']} to {b['to']}": b["dlr"]["settled_k1"]["mean"] for b in last["boundaries"]}
     known = [r for r in ratios.values() if r is not None]
     if not ratios or len(known) < len(ratios):
-        return Claim("d", text, rule, "one group only, or a group that never moves" if not ratios else "a group never moves", "undecided")
+        why = "there is one group only" if not ratios else "a group has no step after the first, or never moves"
+        return Claim("d", text, rule, why, "undecided")
     outcome: Outcome = "confirmed" if min(known) >= 3 else "refuted" if min(known) < 1 else "undecided"
     measured = "; ".join(f"{n}: {r:.1f}" for n, r in ratios.items())
     if first["step"] == 0 < last["step"]:

@@ -26,6 +26,11 @@ STYLE: dict[str, Any] = {
 MAP_TOKENS = 32
 
 
+def _label(token: str) -> str:
+    """A token as matplotlib may print it: a dollar sign would begin a formula."""
+    return visible(token).replace("$", r"\$")
+
+
 def draw_all(run: RunFiles, folder: Path) -> list[str]:
     """Every figure that the run's files allow, as NAME.png and NAME.pdf; returns the names."""
     wanted: dict[str, Callable[[RunFiles], Figure]] = {
@@ -51,7 +56,7 @@ def draw_all(run: RunFiles, folder: Path) -> list[str]:
 def _panels(run: RunFiles, rows: int = 1, height: float = 2.9) -> tuple[Figure, list[list[Axes]]]:
     n = len(run.names)
     figure, axes = plt.subplots(rows, n, figsize=(max(3.4, 2.7 * n), height * rows), sharey="row", squeeze=False)
-    figure.suptitle(run.trained_by, fontsize=9, color="#555555")
+    figure.suptitle(run.trained_by.replace("$", r"\$"), fontsize=9, color="#555555")
     return figure, [list(row) for row in axes]
 
 
@@ -107,7 +112,7 @@ def accelerations(run: RunFiles) -> Figure:
     """The three forms of the acceleration at the last checkpoint, one line a group."""
     forms = {"acceleration": "‖D⁽ᵏ⁾ − D⁽ᵏ⁻¹⁾‖", "acceleration_state": "… / ‖x⁽ᵏ⁾‖", "acceleration_steps": "… / (‖D⁽ᵏ⁾‖ + ‖D⁽ᵏ⁻¹⁾‖)"}
     figure, axes = plt.subplots(1, 3, figsize=(8.1, 2.9))
-    figure.suptitle(run.trained_by, fontsize=9, color="#555555")
+    figure.suptitle(run.trained_by.replace("$", r"\$"), fontsize=9, color="#555555")
     for ax, (form, label) in zip(axes, forms.items(), strict=True):
         log = form != "acceleration_steps"
         for g, group in enumerate(run.last["groups"]):
@@ -124,7 +129,7 @@ def drift_to_loop(run: RunFiles) -> Figure:
     """Every reading of the ratio at every boundary, over training; solid: mean step over k >= 1, dashed: over all steps."""
     n = len(run.last["boundaries"])
     figure, axes = plt.subplots(1, n, figsize=(max(4.2, 3.8 * n), 3.4), sharey=True, squeeze=False)
-    figure.suptitle(run.trained_by, fontsize=9, color="#555555")
+    figure.suptitle(run.trained_by.replace("$", r"\$"), fontsize=9, color="#555555")
     used = [v for v in VARIANTS if v in run.last["boundaries"][0]["dlr"]]
     steps = [r["step"] for r in run.geometry]
     for b, ax in enumerate(axes[0]):
@@ -150,7 +155,7 @@ def drift_to_loop(run: RunFiles) -> Figure:
 def limit(run: RunFiles) -> Figure:
     """Distance to the limit state, one line a group."""
     figure, ax = plt.subplots(figsize=(4.6, 3.2))
-    figure.suptitle(run.trained_by, fontsize=9, color="#555555")
+    figure.suptitle(run.trained_by.replace("$", r"\$"), fontsize=9, color="#555555")
     for g, group in enumerate(run.last["groups"]):
         values = group["limit"]["distance"]
         colour = GROUP_COLOURS[g % len(GROUP_COLOURS)]
@@ -169,7 +174,7 @@ def trajectories(run: RunFiles) -> Figure:
     assert run.sequence is not None
     sequence = run.sequence
     figure, (ax, zoom) = plt.subplots(1, 2, figsize=(8.4, 4.0), width_ratios=(1.25, 1))
-    figure.suptitle(f"{run.config.name}, {sequence['optimizer']}, step {sequence['step']}", fontsize=9, color="#555555")
+    figure.suptitle(f"{_label(run.config.name)}, {sequence['optimizer']}, step {sequence['step']}", fontsize=9, color="#555555")
     loops = sequence["loops"]
     for path in sequence["pca"]["paths"]:
         ends = [path["stages"][i] for i in range(len(path["stages"]))]
@@ -186,7 +191,7 @@ def trajectories(run: RunFiles) -> Figure:
     shown = zoom.scatter(
         [p[0] for p in points], [p[1] for p in points], c=range(1, 1 + len(points)), cmap="viridis", vmin=0, vmax=loops, s=16, zorder=2
     )
-    token = visible(sequence["tokens"][path["token"]])
+    token = _label(sequence["tokens"][path["token"]])
     zoom.set(title=f"group {sequence['groups'][g]}, token {path['token']} “{token}”, k ≥ 1", xlabel="PC 1", ylabel="PC 2")
     share = sequence["pca"]["explained"]
     ax.set(title=f"{len(sequence['pca']['paths'])} tokens", xlabel=f"PC 1 ({share[0]:.0%} of variance)", ylabel=f"PC 2 ({share[1]:.0%})")
@@ -206,7 +211,7 @@ def verdict_map(run: RunFiles) -> Figure:
     names, rows, tokens = sequence["verdict_names"], sequence["verdicts"], sequence["tokens"]
     n_lines = -(-len(tokens) // MAP_TOKENS)
     figure, axes = plt.subplots(n_lines, 1, figsize=(7.6, n_lines * (0.3 * len(rows) + 0.75) + 0.7), squeeze=False)
-    figure.suptitle(f"{run.config.name}, {sequence['optimizer']}, step {sequence['step']}", fontsize=9, color="#555555")
+    figure.suptitle(f"{_label(run.config.name)}, {sequence['optimizer']}, step {sequence['step']}", fontsize=9, color="#555555")
     turned = 90 if any(len(t) > 2 for t in tokens) else 0
     for line, ax in enumerate(axes[:, 0]):
         first = line * MAP_TOKENS
@@ -215,7 +220,7 @@ def verdict_map(run: RunFiles) -> Figure:
             for t, code in enumerate(row[first : first + MAP_TOKENS]):
                 ax.add_patch(Rectangle((t, g), 0.94, 0.9, color=VERDICT_COLOURS[names[code]], linewidth=0))
         ax.set(xlim=(0, MAP_TOKENS), ylim=(len(rows), 0), ylabel="group")
-        ax.set_xticks([t + 0.5 for t in range(len(shown))], [visible(t)[:8] for t in shown], rotation=turned)
+        ax.set_xticks([t + 0.5 for t in range(len(shown))], [_label(t[:8]) for t in shown], rotation=turned)
         ax.set_yticks([g + 0.45 for g in range(len(rows))], sequence["groups"])
         ax.grid(False)
     axes[-1, 0].set_xlabel("token")

@@ -48,6 +48,8 @@ def load_run(folder: Path) -> RunFiles:
     if not isinstance(values, dict) or values.pop("model_type", None) != "twoscale":
         raise UserError(f"{folder / 'config.json'} is not a config of this program")
     geometry = _lines(folder / "geometry.jsonl")
+    if any(not {"step", "groups", "boundaries", "tokens"} <= set(record) for record in geometry):
+        raise UserError(f"{folder / 'geometry.jsonl'} holds lines that are no measurements: remove them or measure again")
     if not geometry:
         raise UserError(f"{folder} has no geometry.jsonl: run `twoscale trace {folder}` first")
     return RunFiles(

@@ -109,7 +109,7 @@ def _group_table(run: RunFiles) -> str:
         limit = g.get("limit")
         numbers += [limit["contraction_rate"]["mean"], limit["spectral_radius"]["max"]] if limit else [None, None]
         cells = "".join(f"<td class='n'>{_number(v)}</td>" for v in numbers)
-        rows.append(f"<tr><td>{html.escape(g['name'])}</td><td>{g['verdict']}</td>{cells}</tr>")
+        rows.append(f"<tr><td>{html.escape(str(g['name']))}</td><td>{html.escape(str(g['verdict']))}</td>{cells}</tr>")
     return _table(f"Steps at the last checkpoint (step {run.last['step']}), mean over tokens", head, rows)
 
 
@@ -130,7 +130,8 @@ def _drift_table(run: RunFiles) -> str:
             cells = "".join(
                 f"<td class='n'>{_number(dlr[v]['mean'])}</td>" for v in [*variants, *(v.removesuffix("_k1") for v in variants)]
             )
-            rows.append(f"<tr><td>{boundary['from']} → {boundary['to']}</td><td class='n'>{record['step']}</td>{cells}</tr>")
+            where = html.escape(f"{boundary['from']} → {boundary['to']}")
+            rows.append(f"<tr><td>{where}</td><td class='n'>{int(record['step'])}</td>{cells}</tr>")
     note = "Drift-to-Loop Ratio, mean over tokens; the first row of a boundary is the control: what the ratio was at the first measurement"
     return _table(note, head, rows)
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from twoscale.config import UserError
+from twoscale.config.files import atomic_write
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.input import as_batch, check_start
 
@@ -84,10 +85,8 @@ class Trace:
         for kind in ("states", "projected", "stages"):
             tensors |= {f"{kind}.{i}": x.contiguous() for i, x in enumerate(getattr(self, kind))}
         about = {"layers": self.layers, "stage_of_group": self.stage_of_group, "model": self.model}
-        try:
-            save_file(tensors, path, metadata={"twoscale_trace": VERSION, "about": json.dumps(about)})
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error}") from error
+        with atomic_write(Path(path)) as f:
+            f.write(save(tensors, metadata={"twoscale_trace": VERSION, "about": json.dumps(about)}))
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -119,6 +119,8 @@ def fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         files = read_json(folder / STATE)["files"]
+        if lacking := {MODEL, CONFIG, "tokenizer.json"} - set(files):
+            return f"{STATE} does not list {min(lacking)}"
         for name, facts in files.items():
             path = folder / Path(name).name
             if not path.exists():
@@ -143,6 +145,15 @@ def newest_checkpoint(root: Path) -> Path | None:
     whole = next((f for f in reversed(folders[:-1]) if fault(f) is None), None)
     offer = f"go on from the one before with --checkpoint {whole.name}" if whole else "there is no whole one before it: start the run anew"
     raise UserError(f"the checkpoint {folders[-1]} is damaged ({problem}); {offer}")
+
+
+def set_aside_after(root: Path, step: int) -> None:
+    """Going on from an older checkpoint: later ones are renamed, so that they are neither resumed from nor pruned against."""
+    for folder in list_checkpoints(root):
+        if int(folder.name[5:]) > step:
+            aside = root / f"old-{folder.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
 
 
 def prune(root: Path, keep_last: int, milestones: Iterable[int]) -> None:
@@ -171,18 +182,33 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} is truncated or no safetensors file: {error}") from None
 
 
-def load_weights(model: LoopedGPT, tensors: dict[str, Tensor], where: Path) -> None:
-    """Put whole tensors into the model; names and shapes must fit exactly."""
-    parameters = dict(model.named_parameters())
-    if missing := sorted(parameters.keys() - tensors.keys()):
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """What a safetensors file holds, by its header."""
+    try:
+        with safe_open(path, framework="pt") as f:
+            return {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is truncated or no safetensors file: {error}") from None
+
+
+def check_shapes(model: LoopedGPT, shapes: dict[str, tuple[int, ...]], where: Path) -> None:
+    """Names and shapes of the weights must be the model's, exactly."""
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if missing := sorted(wanted.keys() - shapes.keys()):
         raise UserError(f"{where} lacks {missing[0]} ({len(missing)} weights in all)")
-    if unknown := sorted(tensors.keys() - parameters.keys()):
+    if unknown := sorted(shapes.keys() - wanted.keys()):
         raise UserError(f"{where} has {unknown[0]}, which the model does not ({len(unknown)} weights in all)")
-    with torch.no_grad():
-        for name, p in parameters.items():
-            if tensors[name].shape != p.shape:
-                raise UserError(f"{where}: {name} has shape {tuple(tensors[name].shape)}, the model's is {tuple(p.shape)}")
-            p.copy_(place_like(tensors[name].to(p.dtype), p))
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            raise UserError(f"{where}: {name} has shape {shapes[name]}, the model's is {shape}")
+
+
+@torch.no_grad()
+def load_weights(model: LoopedGPT, tensors: dict[str, Tensor], where: Path) -> None:
+    """Put whole tensors into the model."""
+    check_shapes(model, {name: tuple(t.shape) for name, t in tensors.items()}, where)
+    for name, p in model.named_parameters():
+        p.copy_(place_like(tensors[name].to(p.dtype), p))
 
 
 def load_model(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
@@ -190,7 +216,9 @@ def load_model(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
     if (problem := fault(folder)) is not None:
         raise UserError(f"the checkpoint {folder} is damaged ({problem})")
     config: ModelConfig = load_config(folder).model
-    tensors = read_tensors(folder / MODEL)
-    model = LoopedGPT(config)
-    load_weights(model, tensors, folder / MODEL)
+    with torch.device("meta"):  # no memory is taken on the word of a config alone: first the file must hold these weights
+        model = LoopedGPT(config, seed=None)
+    check_shapes(model, _shapes(folder / MODEL), folder / MODEL)
+    model = model.to_empty(device="cpu")
+    load_weights(model, read_tensors(folder / MODEL), folder / MODEL)
     return model.eval(), Tokenizer.load(folder)

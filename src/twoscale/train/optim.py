@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from twoscale.config import TrainConfig
+from twoscale.config import TrainConfig, UserError
 from twoscale.model import LoopedGPT
 from twoscale.train.parallel import place_like
 
@@ -120,7 +120,9 @@ def restore_optimizers(model: LoopedGPT, optimizers: dict[str, Optimizer], tenso
     owners = {id(p): o for o in optimizers.values() for g in o.param_groups for p in g["params"]}
     parameters = dict(model.named_parameters())
     for full_name, tensor in tensors.items():
-        name, key = full_name.split("::")
+        name, _, key = full_name.partition("::")
+        if name not in parameters or not key:
+            raise UserError(f"the checkpoint's optimizer state names {full_name!r}, which the model does not have")
         p = parameters[name]
         value = place_like(tensor, p) if tensor.shape == p.shape else tensor.to(p.device)
         owners[id(p)].state[p][key] = value

@@ -1,19 +1,21 @@
 """A run from its folder: start it, go on with it, or say why neither can be."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from twoscale.config import RunConfig, UserError
-from twoscale.config.files import make_folder
-from twoscale.config.serial import to_dict
+from twoscale.config.files import make_folder, write_json
+from twoscale.config.serial import read_json, to_dict
 from twoscale.data import Tokenizer, prepare
-from twoscale.data.prepare import Progress, quiet
+from twoscale.data.prepare import Progress, prepared_config, quiet
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.parallel import World, open_world
 from twoscale.train.trainer import Probe, Trainer, TrainResult
+
+DATA_DIR = "data_dir.json"
 
 # What may change between two sittings of one run without changing what it computes.
 OPERATIONAL = {
@@ -32,6 +34,9 @@ def start_run(
     probes: Sequence[Probe] = (),
 ) -> TrainResult:
     """Train in the folder `run`, from its newest checkpoint if it has one. Shards are made in RUN/data unless `data` is given."""
+    data = find_data(run, data)
+    if data != run / "data":
+        config = dataclasses.replace(config, data=prepared_config(data))
     with open_world() as world:
         error = None
         if world.main:
@@ -40,22 +45,43 @@ def start_run(
             except UserError as problem:
                 error = str(problem)
         world.agree(error)
-        trainer = Trainer(config, run, data or run / "data", world, checkpoint, probes)
+        trainer = Trainer(config, run, data, world, checkpoint, probes)
         if world.main:
             print(describe(trainer, world), file=sys.stderr, flush=True)
         return trainer.train()
 
 
-def _open_folder(config: RunConfig, run: Path, data: Path | None, progress: Progress) -> None:
+def find_data(run: Path, given: Path | None) -> Path:
+    """The shards of a run: the ones given, the ones it was started with (RUN/data_dir.json), or RUN/data."""
+    if given is not None:
+        if not given.is_dir():
+            raise UserError(f"--data-dir {given} does not exist: make it with `twoscale prepare`")
+        return given.resolve()
+    if not (run / DATA_DIR).exists():
+        return run / "data"
+    noted = read_json(run / DATA_DIR)
+    if not isinstance(noted, dict) or not isinstance(noted.get("path"), str) or not Path(noted["path"]).is_dir():
+        raise UserError(f"the shards that {run} was trained on are gone (see {run / DATA_DIR}): name them with --data-dir")
+    return Path(noted["path"])
+
+
+def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress) -> None:
+    """Everything about the folder that must be right before a model is built; nothing of an existing run is lost."""
     make_folder(run)
-    if (run / ckpt.CONFIG).exists():
-        _check_same(ckpt.load_config(run), config, run)
-    elif ckpt.list_checkpoints(run / "checkpoints"):
+    trained = bool(ckpt.list_checkpoints(run / "checkpoints"))
+    if trained and not (run / ckpt.CONFIG).exists():
         raise UserError(f"{run} has checkpoints but no {ckpt.CONFIG}: choose another --out")
-    if data is None:
-        prepare(config.data, run / "data", progress)
+    if trained:
+        _check_same(ckpt.load_config(run), config, run)
+    if data == run / "data":
+        prepare(config.data, data, progress)
+    tokenizer = Tokenizer.load(data)
+    if trained and (run / "tokenizer.json").exists() and Tokenizer.load(run).fingerprint != tokenizer.fingerprint:
+        raise UserError(f"{data} was made with another tokenizer than the run in {run}: give the run's own shards with --data-dir")
     ckpt.save_config(run, config)
-    Tokenizer.load(data or run / "data").save(run)
+    tokenizer.save(run)
+    if data != run / "data":
+        write_json(run / DATA_DIR, {"path": str(data)})
 
 
 def _check_same(old: RunConfig, new: RunConfig, run: Path) -> None:
@@ -73,7 +99,7 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     a, b = to_dict(old), to_dict(new)
     found = {"name": (a["name"], b["name"])} if a["name"] != b["name"] else {}
     for part in ("model", "data", "train"):
-        for f in fields(getattr(old, part)):
+        for f in dataclasses.fields(getattr(old, part)):
             if a[part][f.name] != b[part][f.name]:
                 found[f"{part}.{f.name}"] = (a[part][f.name], b[part][f.name])
     return found

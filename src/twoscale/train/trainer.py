@@ -83,13 +83,13 @@ class Trainer:
         reuse_memory(world.device)
         self.micro = _micro_batch(config, world)
         self.tokenizer = Tokenizer.load(data)
-        train_data, val_data = TokenData(data, "train"), TokenData(data, "val")
+        train_data, self.val_data = TokenData(data, "train"), TokenData(data, "val")
         if train_data.vocab_size > config.model.vocab_size:
             raise UserError(
                 f"the data in {data} has {train_data.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: raise it"
             )
         self.batches = Batches(train_data, config.model.block_size, c.seed)
-        self.held_out = held_out(val_data, config.model.block_size, c.eval_sequences)
+        self.held_out = held_out(self.val_data, config.model.block_size, c.eval_sequences)
         self.model = LoopedGPT(config.model, seed=c.seed).to(world.device)
         self.progress = ckpt.Progress(step=0, tokens=0, sample=0, seed=c.seed)
         source = self._find_checkpoint(checkpoint)
@@ -101,9 +101,13 @@ class Trainer:
         self.optimizers = build_optimizers(self.model, c)
         if source is not None:
             tensors = ckpt.read_tensors(source / ckpt.OPTIMIZER)
-            torch.set_rng_state(tensors.pop("generator::cpu"))
+            if (state := tensors.pop("generator::cpu", None)) is not None:
+                torch.set_rng_state(state)
             restore_optimizers(self.model, self.optimizers, tensors)
         self.last_saved = source
+        if checkpoint is not None and world.main:
+            ckpt.set_aside_after(self.checkpoints, self.progress.step)
+        world.barrier()
 
     def _find_checkpoint(self, name: str | None) -> Path | None:
         if name is None:
@@ -124,8 +128,7 @@ class Trainer:
         metrics = Metrics(self.run, self.config, self.progress.step) if world.main else None
         line = ProgressLine(self.progress.step, c.steps, self.config.name) if world.main else None
         stopped = False
-        if self.progress.step == 0:
-            self._probe()
+        probed = self._probe() if self.progress.step == 0 else 0.0
         try:
             with Interrupts().installed() as interrupts:
                 while self.progress.step < c.steps and not stopped:
@@ -137,7 +140,9 @@ class Trainer:
                         self.progress = replace(self.progress, val_loss=self.evaluate())
                         record["val_loss"] = self.progress.val_loss
                     if c.geometry_interval and (step % c.geometry_interval == 0 or step == c.steps):
-                        record["geometry_s"] = self._probe()
+                        probed += self._probe()
+                    if probed:
+                        record["geometry_s"], probed = round(probed, 3), 0.0
                     if metrics is not None and line is not None:
                         metrics.write(record)
                         line.update(step, _summary(record, self.progress.val_loss))
@@ -215,7 +220,7 @@ class Trainer:
                 for probe in self.probes:
                     probe(self)
             reshard(self.model)
-        return round(time.perf_counter() - started, 3)
+        return time.perf_counter() - started
 
     @torch.no_grad()
     def evaluate(self) -> float:
