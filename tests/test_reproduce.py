@@ -4,6 +4,8 @@ import html
 import json
 from pathlib import Path
 
+import pytest
+
 from conftest import CommandLine
 from twoscale.report.claims import judge
 from twoscale.report.load import load_run
@@ -28,6 +30,7 @@ def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 
+@pytest.mark.timeout(1800)  # three minutes of training, and a busy machine may take thrice that
 def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
     """`tiny` ends clearly below a bigram model on the same split, and more loops never hurt by more than 1 % up to 30."""
     code, out, err = cli("reproduce", "--preset", "tiny", "--out", tmp_path / "tiny")
