@@ -212,7 +212,8 @@ def test_pca() -> None:
     flat = torch.randn(5, 7, 2) * torch.tensor([3.0, 1.0])
     sets = [flat[:2] @ frame + 4, flat[2:] @ frame + 4]
     result = geometry.pca(sets, n=2)
-    assert [p.shape for p in result.points] == [(2, 7, 2), (3, 7, 2)]
+    assert [p.shape for p in result.points] == [p.shape for p in result] == [(2, 7, 2), (3, 7, 2)]
+    assert len(result) == 2 and torch.equal(result[1], result.points[1])
     together, wanted = torch.cat([p.reshape(-1, 2) for p in result.points]).double(), flat.reshape(-1, 2).double()
     assert torch.allclose(torch.cdist(together, together), torch.cdist(wanted, wanted), atol=1e-4)
     assert float(result.explained.sum()) == pytest.approx(1, abs=1e-5) and result.explained[0] > result.explained[1]

@@ -1,6 +1,6 @@
 """PCA of trajectories: one plane (or space) for all states of a sequence, over depth and loop steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from twoscale.config import UserError
 
 @dataclass(frozen=True)
 class PCA:
-    """Coordinates of several sets of states in one common frame."""
+    """Coordinates of several sets of states in one common frame; iterating over it gives them set by set."""
 
     points: list[Tensor]
     """For each set of states (..., C): its coordinates (..., n)."""
@@ -21,6 +21,15 @@ class PCA:
     """(n, C), orthonormal rows."""
     explained: Tensor
     """(n,): share of the variance along each."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.points[i]
 
     def project(self, states: Tensor) -> Tensor:
         return (states.to(self.mean) - self.mean) @ self.components.T
