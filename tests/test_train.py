@@ -105,7 +105,8 @@ def test_every_rank_draws_the_same_loops(tmp_path: Path) -> None:
     script = (
         "import torch.distributed as dist; from twoscale.config import presets; from twoscale.model import draw_loops\n"
         "dist.init_process_group('gloo'); mine = [draw_loops(presets.small().model, 7, s) for s in range(100)]; box = [None, None]\n"
-        "dist.all_gather_object(box, mine); assert box[0] == box[1]; print('equal')"
+        "dist.all_gather_object(box, mine); assert box[0] == box[1]; print('equal', flush=True)\n"
+        "dist.barrier(); dist.destroy_process_group(); import os; os._exit(0)"
     )
     (tmp_path / "draw.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={21_000 + os.getpid() % 20_000}"]

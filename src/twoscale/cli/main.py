@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from twoscale import __version__
+from twoscale.cli.parse import say
 from twoscale.config import UserError
 
 COMMANDS = {
@@ -49,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # one voice, however many processes there are
-        print(" ".join(text.split()), file=sys.stderr, flush=True)
+    say(" ".join(text.split()))
 
 
 def usage() -> str:

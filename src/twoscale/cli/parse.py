@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -54,5 +55,6 @@ def chosen(args: Sequence[str], flag: str, otherwise: str) -> str:
 
 
 def say(*words: object) -> None:
-    """Progress and remarks go to stderr, results to stdout."""
-    print(*words, file=sys.stderr, flush=True)
+    """Progress and remarks go to stderr, results to stdout; of several processes the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*words, file=sys.stderr, flush=True)

@@ -74,6 +74,7 @@ def open_world() -> Iterator[World]:
     dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=2))
     try:
         yield World(rank, size, device)
+        dist.barrier()  # nobody closes while another still waits for an answer
     finally:
         dist.destroy_process_group()
 
