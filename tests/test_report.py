@@ -15,13 +15,13 @@ from PIL import Image
 from conftest import CommandLine, nano_run
 from test_train import arguments, finish, start_process
 from twoscale.bench.trace import bench_trace
+from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
 from twoscale.report.claims import judge
 from twoscale.report.load import load_run
 from twoscale.report.page import write_report
 from twoscale.report.style import chosen, ordered_colours, visible
 from twoscale.train import start_run
-from twoscale.train.metrics import read_jsonl
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -229,6 +229,15 @@ def test_small_runs_still_report(run: Path, shards: Path, tmp_path: Path) -> Non
     shutil.rmtree(copied / "trace")
     page = write_report(copied).read_text()
     assert "id='step_norms-0'" in page and "id='drift_to_loop-0'" not in page and len(load_run(copied).geometry) == 1
+
+
+def test_a_cut_line_of_metrics(run: Path, tmp_path: Path) -> None:
+    """A kill may cut the last line of metrics.jsonl; the report is made all the same."""
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    with open(copied / "metrics.jsonl", "a") as f:
+        f.write('{"step": 13, "lo')
+    assert len(load_run(copied).metrics) == 12
 
 
 def test_style() -> None:

@@ -17,10 +17,11 @@ import torch
 
 from conftest import CommandLine, nano_run, small_model
 from twoscale.config import RunConfig, TrainConfig, UserError
+from twoscale.config.serial import read_jsonl
 from twoscale.interop import load
 from twoscale.model import LoopedGPT
 from twoscale.train import Diverged, checkpoint as ckpt, start_run
-from twoscale.train.metrics import ProgressLine, clock, read_jsonl
+from twoscale.train.metrics import ProgressLine, clock
 from twoscale.train.optim import build_optimizers, orthogonalize
 from twoscale.train.parallel import World
 

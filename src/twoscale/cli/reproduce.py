@@ -86,9 +86,9 @@ def _evaluate_stage(config: RunConfig, out: Path) -> int:
 def _trace_stage(out: Path) -> int:
     """The last checkpoint in full; the ones before it were measured while training."""
     from twoscale.cli.trace import TraceArgs, trace_run
+    from twoscale.config.serial import read_jsonl
     from twoscale.geometry.probe import GEOMETRY, SEQUENCE
     from twoscale.train.checkpoint import newest_checkpoint, read_progress
-    from twoscale.train.metrics import read_jsonl
 
     newest = newest_checkpoint(out / "checkpoints")
     assert newest is not None

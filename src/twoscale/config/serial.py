@@ -42,6 +42,17 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not readable JSON: {error}") from None
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file; a last line that a kill cut short is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
 def _value(hint: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
+from twoscale.config.serial import read_jsonl
 from twoscale.data import TokenData, Tokenizer, held_out
 from twoscale.geometry.pca import pca
 from twoscale.geometry.record import group_names, measure, measure_limit
 from twoscale.geometry.steps import VERDICTS, verdicts
 from twoscale.tracing import Trace, trace
 from twoscale.train import Trainer, checkpoint as ckpt
-from twoscale.train.metrics import read_jsonl
 
 GEOMETRY = "geometry.jsonl"
 SEQUENCE = Path("trace") / "sequence.json"

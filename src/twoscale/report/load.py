@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from twoscale.config import RunConfig, UserError
-from twoscale.config.serial import from_dict, read_json
+from twoscale.config.serial import from_dict, read_json, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def load_run(folder: Path) -> RunFiles:
     return RunFiles(
         folder,
         from_dict(RunConfig, values, str(folder / "config.json")),
-        _lines(folder / "metrics.jsonl"),
+        read_jsonl(folder / "metrics.jsonl"),
         sorted(geometry, key=lambda r: r["step"]),
         _optional(folder / "trace" / "sequence.json"),
         _optional(folder / "evaluation.json"),
@@ -67,6 +67,7 @@ def _optional(path: Path) -> dict[str, Any] | None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """Every line of a file that is only ever written whole: a bad one is no cut, but damage."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], start=1):
         try:

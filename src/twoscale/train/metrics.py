@@ -10,21 +10,10 @@ from tqdm import tqdm
 
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import atomic_write
-from twoscale.config.serial import to_dict
+from twoscale.config.serial import read_jsonl, to_dict
 
 METRICS = "metrics.jsonl"
 QUIET_SECONDS = 15.0  # between two progress lines where no terminal listens
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; a last line that a kill cut short is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
 
 
 class Metrics:
