@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from twoscale.config import RunConfig, UserError
-from twoscale.config.serial import from_dict, read_json, read_jsonl
+from twoscale.config.run_file import load_config
+from twoscale.config.serial import read_json, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,7 @@ def load_run(folder: Path) -> RunFiles:
     """Read a run folder; a clear word on what is missing and how to make it."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give a run")
-    values = read_json(folder / "config.json")
-    if not isinstance(values, dict) or values.pop("model_type", None) != "twoscale":
-        raise UserError(f"{folder / 'config.json'} is not a config of this program")
+    config = load_config(folder)
     geometry = _lines(folder / "geometry.jsonl")
     if any(not {"step", "groups", "boundaries", "tokens"} <= set(record) for record in geometry):
         raise UserError(f"{folder / 'geometry.jsonl'} holds lines that are no measurements: remove them or measure again")
@@ -54,7 +53,7 @@ def load_run(folder: Path) -> RunFiles:
         raise UserError(f"{folder} has no geometry.jsonl: run `twoscale trace {folder}` first")
     return RunFiles(
         folder,
-        from_dict(RunConfig, values, str(folder / "config.json")),
+        config,
         read_jsonl(folder / "metrics.jsonl"),
         sorted(geometry, key=lambda r: r["step"]),
         _optional(folder / "trace" / "sequence.json"),

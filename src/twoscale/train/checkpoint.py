@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from twoscale.config import ModelConfig, RunConfig, UserError
 from twoscale.config.files import make_folder, sync_folder, write_json
+from twoscale.config.run_file import CONFIG as CONFIG, load_config as load_config, save_config as save_config
 from twoscale.config.serial import from_dict, read_json, to_dict
 from twoscale.data import Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.train.parallel import place_like
 
-MODEL, OPTIMIZER, CONFIG, STATE = "model.safetensors", "optimizer.safetensors", "config.json", "state.json"
-MODEL_TYPE = "twoscale"
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,6 @@ class Progress:
 
 def name_of(step: int) -> str:
     return f"step-{step:06d}"
-
-
-def save_config(folder: Path, config: RunConfig) -> None:
-    write_json(folder / CONFIG, {"model_type": MODEL_TYPE, **to_dict(config)})
-
-
-def load_config(folder: Path) -> RunConfig:
-    values = read_json(folder / CONFIG)
-    if not isinstance(values, dict) or values.pop("model_type", None) != MODEL_TYPE:
-        raise UserError(f"{folder / CONFIG} is not a config of this program (its model_type is not {MODEL_TYPE})")
-    return from_dict(RunConfig, values, str(folder / CONFIG))
 
 
 def model_tensors(model: LoopedGPT) -> dict[str, Tensor]:
