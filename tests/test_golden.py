@@ -55,7 +55,7 @@ def huginn() -> tuple[LoopedGPT, dict[str, Tensor]]:
             q, k, v = raw[old + "attn.Wqkv.weight"].chunk(3)
             t[new + "attn.qkv.weight"] = torch.cat((unpair(q, 4), unpair(k, 4), v))
             bias = raw[old + "attn.qk_bias"].squeeze(1)
-            t[new + "attn.q_bias"], t[new + "attn.k_bias"] = (unpair(b.flatten(), 4).view(4, 16) for b in bias)
+            t[new + "attn.qk_bias"] = torch.cat([unpair(b.flatten(), 4).view(4, 16) for b in bias])
             t[new + "attn.out.weight"] = raw[old + "attn.proj.weight"]
             t[new + "mlp.up.weight"], t[new + "mlp.down.weight"] = raw[old + "mlp.fc.weight"], raw[old + "mlp.proj.weight"]
             t.update({f"{new}norm{j}.weight": raw[f"{old}norm_{j}.weight"] for j in (1, 2, 3, 4)})

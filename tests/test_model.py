@@ -28,13 +28,13 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-def loud(config: ModelConfig, seed: int = 0) -> LoopedGPT:
+def loud(config: ModelConfig, seed: int = 0, scale: float = 0.15) -> LoopedGPT:
     """A model whose output projections and gains are large enough that every part of it shows in the logits."""
     model = LoopedGPT(config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.15 * torch.randn(p.shape, generator=generator))
+            p.add_(scale * torch.randn(p.shape, generator=generator))
     return model.eval()
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, UserError, presets
-    from twoscale.engine import forward
+    from twoscale.engine import forward, generate
     from twoscale.interop import load
     from twoscale.model import LoopedGPT
     from twoscale.tracing import trace
@@ -22,6 +22,7 @@ _HOMES = {
     "presets": "twoscale.config",
     "LoopedGPT": "twoscale.model",
     "forward": "twoscale.engine",
+    "generate": "twoscale.engine",
     "load": "twoscale.interop",
     "trace": "twoscale.tracing",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "TrainConfig",
     "UserError",
     "forward",
+    "generate",
     "load",
     "presets",
     "trace",

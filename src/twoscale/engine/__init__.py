@@ -1,5 +1,7 @@
-"""The engine: passes over whole sequences and what is measured on them."""
+"""The engine: rows that leave loops one by one, the cache, whole passes, decoding, and what is measured on them."""
 
-from twoscale.engine.forward import Forward, forward
+from twoscale.engine.decode import Generation, generate
+from twoscale.engine.loop import Engine, Loop
+from twoscale.engine.passes import Forward, forward
 
-__all__ = ["Forward", "forward"]
+__all__ = ["Engine", "Forward", "Generation", "Loop", "forward", "generate"]

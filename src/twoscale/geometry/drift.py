@@ -8,7 +8,7 @@ reading is zero. `settled` (where the next group ends) can be wrong in both dire
 import torch
 from torch import Tensor
 
-from twoscale.geometry.steps import Steps, _checked, _length, _ratio
+from twoscale.geometry.steps import Steps, _checked, _ratio, length
 
 LEADING = "settled_k1"
 WHAT = {
@@ -36,6 +36,6 @@ def drift_to_loop(
     ratios: dict[str, Tensor] = {}
     for name, end in ends.items():
         if end is not None:
-            drift = _length(end.to(last) - last)
+            drift = length(end.to(last) - last)
             ratios |= {name + suffix: _ratio(drift, mean) for suffix, mean in below.items()}
     return ratios

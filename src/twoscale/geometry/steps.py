@@ -30,8 +30,14 @@ def _checked(states: Tensor, least: int = 1) -> Tensor:
     return states if states.dtype == torch.float64 else states.float()
 
 
-def _length(x: Tensor) -> Tensor:
+def length(x: Tensor) -> Tensor:
+    """The 2-norm over the width."""
     return torch.linalg.vector_norm(x, dim=-1)
+
+
+def beside(norm: Tensor, *others: Tensor) -> Tensor:
+    """A norm beside other ones: norm / (their sum + eps)."""
+    return norm / (sum(others) + EPS)
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -52,16 +58,16 @@ class Steps:
 
     @cached_property
     def norms(self) -> Tensor:
-        return _length(self.steps)
+        return length(self.steps)
 
     @cached_property
     def state_norms(self) -> Tensor:
         """||x^(0)|| .. ||x^(K)||."""
-        return _length(self.states)
+        return length(self.states)
 
     @cached_property
     def relative(self) -> Tensor:
-        return self.norms / (self.state_norms[:-1] + EPS)
+        return beside(self.norms, self.state_norms[:-1])
 
     @cached_property
     def cosines(self) -> Tensor:
@@ -70,15 +76,15 @@ class Steps:
 
     @cached_property
     def accelerations(self) -> Tensor:
-        return _length(self.steps.diff(dim=0))
+        return length(self.steps.diff(dim=0))
 
     def normalized_accelerations(self, normalize: str | None) -> Tensor:
         if normalize is None:
             return self.accelerations
         if normalize == "steps":
-            return self.accelerations / (self.norms[1:] + self.norms[:-1] + EPS)
+            return beside(self.accelerations, self.norms[1:], self.norms[:-1])
         if normalize == "state":
-            return self.accelerations / (self.state_norms[1:-1] + EPS)
+            return beside(self.accelerations, self.state_norms[1:-1])
         raise UserError(f"normalize = {normalize!r}: choose None, 'steps' or 'state'")
 
     @cached_property
@@ -86,7 +92,7 @@ class Steps:
         x, lengths = self.states[:-1], self.state_norms[:-1] + EPS
         radial = (self.steps * x).sum(dim=-1) / lengths
         # The difference of squares would be quicker and lose half of the digits where a step is nearly radial.
-        return radial, _length(torch.addcmul(self.steps, x, (radial / lengths).unsqueeze(-1), value=-1))
+        return radial, length(torch.addcmul(self.steps, x, (radial / lengths).unsqueeze(-1), value=-1))
 
 
 def step_norms(states: Tensor) -> Tensor:
@@ -119,7 +125,7 @@ def radial_tangential(states: Tensor) -> tuple[Tensor, Tensor]:
 
 def distances(states: Tensor, limit: Tensor) -> Tensor:
     """||x^(k) - limit||: (K+1, ...)."""
-    return _length(_checked(states, 0) - limit)
+    return length(_checked(states, 0) - limit)
 
 
 def contraction_rate(gaps: Tensor, floor: Tensor | float = 0.0) -> Tensor:

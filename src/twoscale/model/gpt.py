@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twoscale.config import ModelConfig, RunConfig, UserError
-from twoscale.model.group import LoopGroup, Recorder, Stop
+from twoscale.model.group import LoopGroup, Recorder
 from twoscale.model.layers import Block, RMSNorm, Rope, rope_table
 from twoscale.model.noise import truncated_normal_
 from twoscale.model.start import StateNoise, start_state
@@ -94,7 +94,6 @@ class LoopedGPT(nn.Module):
         start: Sequence[Tensor] | None = None,
         backprop_steps: int | None = None,
         recorder: Recorder | None = None,
-        stop: Stop | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The state before the closing norm (B, T, C), and the steps that each token took in each group (B, T, G)."""
         c = self.config
@@ -114,7 +113,7 @@ class LoopedGPT(nn.Module):
                 g = stage.index
                 x0 = start_state(c, g, x, positions, noise) if start is None else start[g].to(x)
                 fresh = None if c.noise == "start" else _fresh(noise, g, positions, c.n_embd)
-                x, steps = stage(x0, x, counts[g], rope=rope, fresh=fresh, backprop_steps=backprop_steps, recorder=recorder, stop=stop)
+                x, steps = stage(x0, x, counts[g], rope=rope, fresh=fresh, backprop_steps=backprop_steps, recorder=recorder)
                 taken.append(steps)
             else:
                 x = stage(x, rope)
@@ -130,10 +129,9 @@ class LoopedGPT(nn.Module):
         loops: int | Sequence[int] | None = None,
         noise: StateNoise | None = None,
         recorder: Recorder | None = None,
-        stop: Stop | None = None,
     ) -> Tensor:
         """Logits (B, T, V), or with targets (B, T) their mean cross-entropy, -1 ignored."""
-        x, _ = self.hidden(ids, loops=loops, noise=noise, backprop_steps=self.config.backprop_steps, recorder=recorder, stop=stop)
+        x, _ = self.hidden(ids, loops=loops, noise=noise, backprop_steps=self.config.backprop_steps, recorder=recorder)
         logits = self.head(x)
         if targets is None:
             return logits
@@ -152,17 +150,18 @@ def init_weights(model: LoopedGPT, seed: int) -> None:
     | weight                              | value                                                       |
     |-------------------------------------|-------------------------------------------------------------|
     | wte, wpe, lm_head, adapter, qkv, up | std sqrt(2 / (5 d))                                         |
+    | weight of the exit gate             | std sqrt(2 / (5 d))                                         |
     | attn.out, mlp.down                  | that divided by sqrt(2 L), L = plain + mean_loops * looped  |
     | norm gains                          | 1                                                           |
-    | q_bias, k_bias                      | 0                                                           |
+    | qk_bias, bias of the exit gate      | 0                                                           |
     """
     c = model.config
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
-        if p.ndim < 2:
-            p.fill_(1.0)
-        elif name.endswith("_bias"):
+        if name.endswith("bias"):
             p.zero_()
+        elif p.ndim < 2:
+            p.fill_(1.0)
         else:
             out = name.endswith(("attn.out.weight", "mlp.down.weight"))
             truncated_normal_(p, c.out_std if out else c.init_std, generator)

@@ -16,7 +16,7 @@ from twoscale.config import ModelConfig
 
 # attend(q (B, T, H, D), k (B, T, J, D), v (B, T, J, D)) -> (B, T, H, D)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Rope = tuple[Tensor, Tensor]  # cos and sin, each (..., T, 1, D)
+Rope = tuple[Tensor, Tensor]  # cos and signed sin, each (..., T, 1, D)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -28,18 +28,18 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rope_table(positions: Tensor, head_dim: int, base: float) -> Rope:
-    """cos and sin of the rotary angles at int64 positions (..., T); halves are paired, as in Llama."""
+    """cos and sin of the rotary angles at int64 positions (..., T); halves are paired, as in Llama, and the first has -sin."""
     inverse = base ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angle = positions.to(torch.float32).unsqueeze(-1) * inverse  # (..., T, D/2)
-    angle = torch.cat((angle, angle), dim=-1).unsqueeze(-2)  # (..., T, 1, D)
-    return angle.cos(), angle.sin()
+    angle = (positions.to(torch.float32).unsqueeze(-1) * inverse).unsqueeze(-2)  # (..., T, 1, D/2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Turn queries or keys (B, T, H, D) by their positions' angles."""
     cos, sin = rope
-    left, right = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
+    turned = x.float()
+    return torch.addcmul(turned * cos, turned.roll(x.shape[-1] // 2, dims=-1), sin).type_as(x)
 
 
 class RMSNorm(nn.Module):
@@ -62,16 +62,16 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.n_head, config.kv_heads, config.head_dim
         self.qkv = nn.Linear(config.n_embd, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(self.heads * self.head_dim, config.n_embd, bias=False)
-        self.q_bias = nn.Parameter(torch.zeros(self.heads, self.head_dim)) if config.qk_bias else None
-        self.k_bias = nn.Parameter(torch.zeros(self.kv_heads, self.head_dim)) if config.qk_bias else None
+        self.qk_bias = nn.Parameter(torch.zeros(self.heads + self.kv_heads, self.head_dim)) if config.qk_bias else None
 
     def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2J, D)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        if self.q_bias is not None and self.k_bias is not None:
-            q, k = q + self.q_bias.type_as(q), k + self.k_bias.type_as(k)
+        heads = self.qkv(x).view(*x.shape[:-1], -1, self.head_dim)  # (B, T, H + 2J, D)
+        qk, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=-2)
+        if self.qk_bias is not None:
+            qk = qk + self.qk_bias.type_as(qk)
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            qk = rotate(qk, rope)
+        q, k = qk.split((self.heads, self.kv_heads), dim=-2)
         y: Tensor = self.out(attend(q, k, v).flatten(-2))  # (B, T, C)
         return y
 

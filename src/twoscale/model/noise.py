@@ -55,7 +55,12 @@ def _truncate(uniform: Tensor) -> Tensor:
 
 
 def keyed_normal(key: int | Iterable[int], positions: Tensor, width: int) -> Tensor:
-    """Truncated standard normals of shape (*positions.shape, width), each a function of (key, position, channel).
+    """Truncated standard normals of shape (*positions.shape, width), keyed as `keyed_uniform`."""
+    return _truncate(keyed_uniform(key, positions, width))
+
+
+def keyed_uniform(key: int | Iterable[int], positions: Tensor, width: int) -> Tensor:
+    """Uniforms in (0, 1) of shape (*positions.shape, width), each a function of (key, position, channel).
 
     `positions` is an int64 tensor; `key` is one number for all of it, or one for each entry of its first dimension.
     """
@@ -65,8 +70,7 @@ def keyed_normal(key: int | Iterable[int], positions: Tensor, width: int) -> Ten
     rows = _mix_tensor(base ^ _mix_tensor(positions.to(torch.int64)))
     channels = torch.arange(width, device=positions.device)
     bits = _mix_tensor(rows.unsqueeze(-1) + channels * _signed(_GOLDEN))
-    uniform = ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32).add_(0.5).mul_(2.0**-24)
-    return _truncate(uniform)
+    return ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32).add_(0.5).mul_(2.0**-24)
 
 
 @torch.no_grad()

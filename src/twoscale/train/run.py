@@ -34,6 +34,8 @@ def start_run(
     probes: Sequence[Probe] = (),
 ) -> TrainResult:
     """Train in the folder `run`, from its newest checkpoint if it has one. Shards are made in RUN/data unless `data` is given."""
+    if config.model.exit_gate:
+        raise UserError("model.exit_gate: gates are read by exits.Gate where a loaded model has them; training one is not supported")
     data = find_data(run, data)
     if data != run / "data":
         config = dataclasses.replace(config, data=prepared_config(data))

@@ -1,0 +1,140 @@
+"""`twoscale generate RUN "prompt"`: text from a model, streamed, each token coloured by the loop steps it took.
+
+twoscale generate runs/tiny "The module provides" --exit acceleration:0.05 --loops 30
+"""
+
+import math
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from twoscale.cli.parse import parse, say
+from twoscale.config import UserError
+
+if TYPE_CHECKING:
+    from twoscale.data import Tokenizer
+
+RAMP = (27, 33, 39, 45, 49, 84, 119, 155, 190, 226, 220, 214, 208, 202, 196)  # terminal colours from few steps to many
+MOST = 200  # new tokens unless told otherwise
+
+
+@dataclass(frozen=True)
+class GenerateArgs:
+    """Continue a prompt with a trained model; text goes to stdout, figures to stderr."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of a run or of a checkpoint."""
+    prompt: Annotated[str, tyro.conf.Positional]
+    """What to continue; - reads it from stdin."""
+    max_new_tokens: int | None = None
+    """How many tokens to write at most; by default 200, or as many as the context has room for."""
+    exit: str | None = None
+    """Exit rule, as NAME:VALUE or NAME:VALUE,setting=value: acceleration:0.01, step-norm:1e-3, kl:1e-3,read=coda, fixed:4, ..."""
+    loops: tuple[int, ...] = ()
+    """The most steps that a group may take: one number, or one for each group; by default the model's mean_loops."""
+    kv: str = "exact"
+    """Which keys and values are kept: exact, last or ring:n."""
+    temperature: float = 0.8
+    """0 takes the most likely token every time."""
+    top_k: int | None = None
+    """Draw among so many most likely tokens."""
+    top_p: float | None = None
+    """Draw among the most likely tokens that together reach this probability."""
+    seed: int = 0
+    """Fixes the draws and the start states."""
+    color: Literal["auto", "always", "never"] = "auto"
+    """Colour tokens by their steps, blue for few and red for many; auto: where stdout is a terminal."""
+
+
+def run(args: list[str]) -> int:
+    given = parse(GenerateArgs, args, "twoscale generate")
+
+    import twoscale
+
+    model, tokenizer = twoscale.load(given.run)
+    c = model.config
+    ids = tokenizer.encode(sys.stdin.read() if given.prompt == "-" else given.prompt)
+    if not ids:
+        raise UserError("the prompt is empty: give at least one character")
+    if len(ids) > c.block_size:
+        raise UserError(f"the prompt has {len(ids)} tokens, the model's context {c.block_size}: shorten it")
+    loops = c.loops_for(given.loops if len(given.loops) > 1 else given.loops[0] if given.loops else None)
+    color = given.color == "always" or (given.color == "auto" and sys.stdout.isatty())
+    stream = Stream(tokenizer, "" if given.prompt == "-" else given.prompt, loops if color else ())
+    started = time.perf_counter()
+    gen = twoscale.generate(
+        model,
+        [ids],
+        min(MOST, c.block_size - len(ids) + 1) if given.max_new_tokens is None else given.max_new_tokens,
+        exit=given.exit,
+        loops=loops,
+        kv=given.kv,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        seed=given.seed,
+        stop=(tokenizer.eot,),
+        callback=stream,
+    )
+    seconds = time.perf_counter() - started
+    stream.end()
+    if color:
+        say("steps: " + "".join(f"\x1b[38;5;{n}m■\x1b[0m" for n in RAMP) + f" 1 to {max(loops, default=0)}, mean over groups")
+    say(summary(gen.steps[0], loops, [stage for stage, g in c.stages if g is not None], seconds, gen.cache_bytes))
+    return 0
+
+
+def summary(steps: list[tuple[int, ...]], loops: tuple[int, ...], groups: list[tuple[int, ...]], seconds: float, held: int) -> str:
+    n = len(steps)
+    words = [f"{n} tokens in {seconds:.2f} s, prompt included ({seconds / n * 1e3:.1f} ms a token)"]
+    if loops:
+        means = [sum(s[g] for s in steps) / n for g in range(len(loops))]
+        names = ["-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in groups]
+        each = ", ".join(f"{mean:.1f} of {most} in {name}" for mean, most, name in zip(means, loops, names, strict=True))
+        work = sum(mean * len(g) for mean, g in zip(means, groups, strict=True)) / sum(
+            most * len(g) for most, g in zip(loops, groups, strict=True)
+        )
+        words.append(f"mean steps {each}; {1 - work:.0%} of the loop work saved")
+    words.append(f"keys and values held {held / 1e6:.1f} MB")
+    return "; ".join(words)
+
+
+class Stream:
+    """Prints tokens as they come: whole characters only, and in colour if there are loop counts to measure by."""
+
+    def __init__(self, tokenizer: "Tokenizer", prompt: str, loops: tuple[int, ...]) -> None:
+        self.tokenizer, self.prompt, self.loops = tokenizer, prompt, loops
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    def __call__(self, row: int, token: int, steps: tuple[int, ...]) -> None:
+        self.text(self.prompt)
+        self.prompt = ""
+        if token == self.tokenizer.eot:
+            return
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens)
+        if text.endswith("�"):  # the rest of a character is still to come
+            return
+        self.text(text[len(self.shown) :], self._color(steps))
+        self.shown = text
+
+    def _color(self, steps: tuple[int, ...]) -> int | None:
+        if not self.loops:
+            return None
+        share = sum((s - 1) / max(1, most - 1) for s, most in zip(steps, self.loops, strict=True)) / len(self.loops)
+        return RAMP[min(len(RAMP) - 1, math.floor(share * len(RAMP)))]
+
+    def text(self, text: str, color: int | None = None) -> None:
+        text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text)  # what a model writes must not steer the terminal
+        sys.stdout.write(text if color is None else f"\x1b[38;5;{color}m{text}\x1b[0m")
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        rest = self.tokenizer.decode(self.tokens)[len(self.shown) :]
+        self.text(rest + "\n")

@@ -1,0 +1,119 @@
+"""Keys and values of one sequence, for every layer and loop step.
+
+Token t at loop step k sees token j at step min(k, k_j), where k_j is the last step that j took. Slots are
+(layer, level, position): level k holds what a reader at step k sees, so reading is one slice and needs no look-up. A token
+that leaves at k_j has its last key and value written into all deeper levels at once; a level that nobody has reached
+yet does not exist, and begins as a copy of the one above it.
+
+    kv="exact"   a level for every loop step that was ever taken
+    kv="last"    one level: each token's newest key and value, as much memory as a plain GPT's
+    kv="ring:n"  n levels: step k writes and reads level k mod n, so a reader finds the kept step that is congruent to its own
+
+Shapes: L level, J key/value heads, T position, D head width.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from twoscale.config import ModelConfig, UserError
+
+Place = int | slice | Tensor  # one position, a run of them, or any
+
+
+def parse_kv(kv: str) -> int | None:
+    """How many levels a looped layer keeps; None means one for every step."""
+    if kv == "exact":
+        return None
+    if kv == "last":
+        return 1
+    match = re.fullmatch(r"ring:(\d{1,9})", kv) if isinstance(kv, str) else None
+    if match is None or int(match[1]) < 1:
+        raise UserError(f"kv = {kv!r}: choose exact, last or ring:n with n of at least 1")
+    return int(match[1])
+
+
+class LayerCache:
+    """Keys and values of one layer."""
+
+    def __init__(self, shape: tuple[int, int, int], levels: int, like: Tensor) -> None:
+        self.shape, self.most = shape, levels  # (J, T, D)
+        self.depth = 0  # levels that exist
+        self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
+        self.addresses, self.level_bytes = (0, 0), 0
+
+    def write(self, k: int, at: Place, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values (J, D), or (J, n, D) for several places; returns what a reader at step k sees: (J, end, D).
+
+        `length` is that of the sequence so far.
+        """
+        level = self.open_level(k, length)
+        keys, values = self.keys[level], self.values[level]
+        keys[:, at], values[:, at] = key, value
+        return keys[:, :end], values[:, :end]
+
+    def open_level(self, k: int, length: int) -> int:
+        """The level of step k, which exists from now on."""
+        level = (k - 1) % self.most
+        if level >= self.depth:
+            self._deepen(level, length)
+        return level
+
+    def address(self, level: int) -> tuple[int, int]:
+        """Where the keys and the values of a level lie in memory."""
+        offset = level * self.level_bytes
+        return self.addresses[0] + offset, self.addresses[1] + offset
+
+    def settle(self, k: int, at: Place) -> None:
+        """Tokens leave after step k: what they wrote there is what all deeper steps see."""
+        if k < self.depth:
+            level = (k - 1) % self.most
+            for store in (self.keys, self.values):
+                store[k : self.depth, :, at] = store[level, :, at]
+
+    def _deepen(self, level: int, length: int) -> None:
+        """Let a level begin: for every token so far the step before was the last."""
+        if level >= len(self.keys):
+            room = min(self.most, max(1, 2 * len(self.keys), level + 1))
+            for name in ("keys", "values"):
+                grown = self.keys.new_empty(room, *self.shape)
+                if self.depth:
+                    grown[: self.depth, :, :length] = getattr(self, name)[: self.depth, :, :length]
+                setattr(self, name, grown)
+            self.addresses = (self.keys.data_ptr(), self.values.data_ptr())
+            self.level_bytes = self.keys[0].nbytes
+        for new in range(self.depth, level + 1):
+            if new:
+                for store in (self.keys, self.values):
+                    store[new, :, :length] = store[new - 1, :, :length]
+        self.depth = level + 1
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.keys.nbytes
+
+
+class Cache:
+    """Keys and values of one sequence of at most `capacity` tokens."""
+
+    def __init__(self, config: ModelConfig, capacity: int, loops: tuple[int, ...], kv: str = "exact", like: Tensor | None = None) -> None:
+        """`like` has the type and the device of keys and values; fp32 on the CPU if it is not given."""
+        self.capacity, self.length = capacity, 0
+        levels = parse_kv(kv)
+        shape, like = (config.kv_heads, capacity, config.head_dim), torch.empty(0) if like is None else like
+        self.layers = [
+            LayerCache(shape, 1 if group is None else min(loops[group], levels or loops[group]), like)
+            for layers, group in config.stages
+            for _ in layers
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held now."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def bytes_per_token(config: ModelConfig, loops: tuple[int, ...], kv: str, itemsize: int = 4) -> int:
+    """What one more token costs when every level exists; a plain GPT of as many layers is the case kv="last"."""
+    return sum(layer.most for layer in Cache(config, 0, loops, kv).layers) * 2 * config.kv_heads * config.head_dim * itemsize

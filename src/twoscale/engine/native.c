@@ -1,0 +1,286 @@
+/* The few operations of a block on few rows, fused: what decoding one token at a time spends its time in.
+ *
+ * Compiled once on the user's machine by native.py (cc -O3 -march=native -ffp-contract=off -fopenmp), called through ctypes; where there is no
+ * compiler the engine runs on torch's operators. Everything is fp32 and contiguous unless a stride is given.
+ *
+ * A dot product is summed in the same order whatever the number of rows, so a row's result does not depend, to the bit, on
+ * the rows beside it.
+ *
+ * Letters: n rows, C width, H query heads, J key/value heads, D head width, M hidden width of the MLP.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
+
+typedef float v8 __attribute__((vector_size(32)));
+typedef int32_t v8i __attribute__((vector_size(32)));
+
+static inline v8 load(const float *p) { v8 v; memcpy(&v, p, sizeof v); return v; }
+static inline void store(float *p, v8 v) { memcpy(p, &v, sizeof v); }
+static inline v8 all(float x) { return (v8){x, x, x, x, x, x, x, x}; }
+static inline float total(v8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+static inline v8 pick(v8i mask, v8 a, v8 b) { return (v8)(((v8i)a & mask) | ((v8i)b & ~mask)); }
+
+/* a b + c. Said outright, because compilers fuse or part the two as they see fit in each loop, and then a row's last bits
+ * would depend on how many rows there are. */
+static inline v8 fma8(v8 a, v8 b, v8 c) {
+#ifdef __FMA__
+    return (v8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return c + a * b;
+#endif
+}
+
+/* e^x by 2^k e^r, |r| <= ln 2 / 2; within 2 units of the last place, NaN stays NaN. */
+static inline v8 vexp(v8 x) {
+    x = pick(x > all(88.3f), all(88.3f), x);
+    x = pick(x < all(-87.3f), all(-87.3f), x);
+    v8 shifted = x * all(1.44269504f) + all(12582912.0f); /* rounds to a whole number in the low bits */
+    v8 k = shifted - all(12582912.0f);
+    v8 r = x - k * all(0.693359375f);
+    r = r - k * all(-2.12194440e-4f);
+    v8 p = all(1.9875691500e-4f);
+    p = p * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f);
+    p = p * r + all(4.1665795894e-2f);
+    p = p * r + all(1.6666665459e-1f);
+    p = p * r + all(5.0000001201e-1f);
+    p = p * r * r + r + all(1.0f);
+    v8i scale = ((v8i)shifted - (v8i)all(12582912.0f) + 127) << 23;
+    return p * (v8)scale;
+}
+
+/* y[b * ldy + o] = sum_i w[o, i] x[b * ldx + i] for R rows of w and T rows of x. */
+#define TILE(R, T)                                                                                                   \
+    static void tile_##R##_##T(int I, const float *w, const float *x, long ldx, float *y, long ldy) {              \
+        v8 acc[R][T];                                                                                              \
+        for (int r = 0; r < R; r++)                                                                                \
+            for (int t = 0; t < T; t++) acc[r][t] = all(0);                                                        \
+        int i = 0;                                                                                                 \
+        for (; i + 8 <= I; i += 8) {                                                                               \
+            v8 xs[T];                                                                                              \
+            for (int t = 0; t < T; t++) xs[t] = load(x + t * ldx + i);                                             \
+            for (int r = 0; r < R; r++) {                                                                          \
+                v8 ws = load(w + (long)r * I + i);                                                                 \
+                for (int t = 0; t < T; t++) acc[r][t] = fma8(ws, xs[t], acc[r][t]);                                \
+            }                                                                                                      \
+        }                                                                                                          \
+        for (int r = 0; r < R; r++)                                                                                \
+            for (int t = 0; t < T; t++) {                                                                          \
+                float s = total(acc[r][t]);                                                                        \
+                for (int j = i; j < I; j++) s += w[(long)r * I + j] * x[t * ldx + j];                              \
+                y[t * ldy + r] = s;                                                                                \
+            }                                                                                                      \
+    }
+TILE(6, 1) TILE(1, 1) TILE(4, 2) TILE(1, 2) TILE(3, 3) TILE(1, 3) TILE(3, 4) TILE(1, 4)
+
+#define WALK(R, T)                                                                                                 \
+    for (o = first; o + R <= last; o += R) tile_##R##_##T(I, w + (long)o * I, x + t * ldx, ldx, y + t * ldy + o, ldy); \
+    for (; o < last; o++) tile_1_##T(I, w + (long)o * I, x + t * ldx, ldx, y + t * ldy + o, ldy);
+
+/* Output rows first .. last - 1 of a matrix for all n inputs, a block of weights at a time so that they stay near. */
+static void some_rows(int n, int I, int first_row, int last_row, const float *w, const float *x, long ldx, float *y, long ldy) {
+    int block = 65536 / I; /* a quarter of a megabyte */
+    block = block < 12 ? 12 : block - block % 12;
+    for (int first = first_row; first < last_row; first += block) {
+        int last = first + block < last_row ? first + block : last_row, o;
+        for (int t = 0; t < n; ) {
+            switch (n - t) {
+            case 1: WALK(6, 1) t += 1; break;
+            case 2: WALK(4, 2) t += 2; break;
+            case 3: WALK(3, 3) t += 3; break;
+            default: WALK(3, 4) t += 4;
+            }
+        }
+    }
+}
+
+static void share(int rows, int part, int parts, int *first, int *last) {
+    int each = (rows + parts - 1) / parts;
+    each = (each + 11) / 12 * 12;
+    *first = part * each < rows ? part * each : rows;
+    *last = *first + each < rows ? *first + each : rows;
+}
+
+#define MATRIX(n, I, O, w, x, ldx, y, ldy)                                                                         \
+    do {                                                                                                           \
+        int first_, last_;                                                                                         \
+        share(O, part, parts, &first_, &last_);                                                                    \
+        some_rows(n, I, first_, last_, w, x, ldx, y, ldy);                                                         \
+    } while (0)
+
+static void norm(int C, const float *x, const float *gain, float eps, float *y) {
+    v8 sum = all(0);
+    int i = 0;
+    for (; i + 8 <= C; i += 8) { v8 v = load(x + i); sum += v * v; }
+    float s = total(sum);
+    for (; i < C; i++) s += x[i] * x[i];
+    float scale = 1.0f / sqrtf(s / C + eps);
+    for (i = 0; i + 8 <= C; i += 8) store(y + i, load(x + i) * all(scale) * load(gain + i));
+    for (; i < C; i++) y[i] = x[i] * scale * gain[i];
+}
+
+/* x <- n(x + y), or x + n(y) */
+static void join(int C, int on_sum, const float *x, const float *y, const float *gain, float eps, float *out) {
+    if (on_sum) {
+        for (int i = 0; i < C; i++) out[i] = x[i] + y[i];
+        norm(C, out, gain, eps, out);
+    } else {
+        norm(C, y, gain, eps, out);
+        for (int i = 0; i < C; i++) out[i] += x[i];
+    }
+}
+
+static void act(int from, int to, int M, int gated, float *h) {
+    int i = from;
+    for (; i + 8 <= to; i += 8) {
+        v8 x = load(h + i), s = x / (all(1.0f) + vexp(-x));
+        store(h + i, gated ? s * load(h + M + i) : s);
+    }
+    for (; i < to; i++) {
+        float s = h[i] / (1.0f + total(vexp(all(-h[i]))) / 8.0f);
+        h[i] = gated ? s * h[M + i] : s;
+    }
+}
+
+#ifdef _OPENMP
+#include <omp.h>
+#define TEAM _Pragma("omp parallel num_threads(threads)") { int part = omp_get_thread_num(), parts = omp_get_num_threads();
+#define TOGETHER _Pragma("omp barrier")
+#else
+#define TEAM { int part = 0, parts = 1; (void)threads;
+#define TOGETHER
+#endif
+#define END }
+
+int has_threads(void) {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* y = x w^T (+ add) */
+void linear(int threads, int n, int I, int O, const float *x, const float *w, const float *add, float *y) {
+    TEAM
+    int first, last;
+    share(O, part, parts, &first, &last);
+    some_rows(n, I, first, last, w, x, I, y, O);
+    if (add)
+        for (int t = 0; t < n; t++)
+            for (int o = first; o < last; o++) y[(long)t * O + o] += add[(long)t * O + o];
+    END
+}
+
+/* A block's sizes and weights; native.py has the same fields in the same order. */
+typedef struct {
+    int32_t C, H, J, D, M, gated, on_sum;
+    float eps;
+    const float *gain1, *qkv, *qk_bias, *out, *gain2, *gain3, *up, *down, *gain4;
+} Block;
+
+static void turn(const Block *b, const float *cos, const float *sin, float *heads) {
+    int D = b->D, half = D / 2;
+    for (int h = 0; h < b->H + b->J; h++, heads += D) {
+        if (b->qk_bias)
+            for (int i = 0; i < D; i++) heads[i] += b->qk_bias[h * D + i];
+        if (cos)
+            for (int i = 0; i < half; i++) {
+                float p = heads[i], q = heads[i + half];
+                heads[i] = p * cos[i] + q * sin[i];
+                heads[i + half] = q * cos[i + half] + p * sin[i + half];
+            }
+    }
+}
+
+/* One query against keys and values (end, D). */
+static void look(int D, int end, const float *query, const float *keys, const float *values, float *score, float *y) {
+    float scale = 1.0f / sqrtf((float)D), top = -INFINITY, mass;
+    for (int p = 0; p < end; p++) {
+        const float *key = keys + (long)p * D;
+        v8 acc = all(0);
+        int i = 0;
+        for (; i + 8 <= D; i += 8) acc = fma8(load(query + i), load(key + i), acc);
+        float s = total(acc);
+        for (; i < D; i++) s += query[i] * key[i];
+        score[p] = s * scale;
+        top = score[p] > top ? score[p] : top;
+    }
+    int p = 0, i = 0;
+    v8 sum = all(0);
+    for (; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - all(top)); store(score + p, e); sum += e; }
+    mass = total(sum);
+    for (; p < end; p++) { score[p] = vexp(all(score[p] - top))[0]; mass += score[p]; }
+    v8 each = all(1.0f / mass);
+    for (; i + 32 <= D; i += 32) {
+        v8 a = all(0), b = all(0), c = all(0), d = all(0);
+        for (p = 0; p < end; p++) {
+            const float *at = values + (long)p * D + i;
+            v8 weight = all(score[p]);
+            a = fma8(weight, load(at), a), b = fma8(weight, load(at + 8), b);
+            c = fma8(weight, load(at + 16), c), d = fma8(weight, load(at + 24), d);
+        }
+        store(y + i, a * each), store(y + i + 8, b * each), store(y + i + 16, c * each), store(y + i + 24, d * each);
+    }
+    for (; i < D; i++) {
+        float a = 0;
+        for (p = 0; p < end; p++) a += score[p] * values[(long)p * D + i];
+        y[i] = a * each[0];
+    }
+}
+
+/* A block on n rows, each the only one of its sequence: its key and value are stored at its position, and it sees all up to there.
+ *
+ * keys[t] and values[t] point at (J, room[t], D); cos and sin are (n, D) or null; work holds
+ * n * (3 C + (2 H + 2 J) D + H longest + U) floats, where U is M, or 2 M for a gated MLP. */
+void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, float **keys, float **values,
+           const int64_t *room, const int64_t *position, long longest, float *work, float *out) {
+    int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M, O = (H + 2 * J) * D, A = H * D, U = b->gated ? 2 * M : M;
+    float *normed = work, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
+    float *attended = heads + (long)n * O, *scores = attended + (long)n * A, *hidden = scores + n * H * longest;
+    TEAM
+    for (int t = part; t < n; t += parts) norm(C, x + (long)t * C, b->gain1, b->eps, normed + (long)t * C);
+    TOGETHER
+    MATRIX(n, C, O, b->qkv, normed, C, heads, O);
+    TOGETHER
+    if (b->qk_bias || cos) {
+        for (int t = part; t < n; t += parts) turn(b, cos ? cos + (long)t * D : 0, sin ? sin + (long)t * D : 0, heads + (long)t * O);
+        TOGETHER
+    }
+    for (int u = part; u < n * J; u += parts) {
+        int t = u / J, j = u % J;
+        const float *row = heads + (long)t * O;
+        float *ks = keys[t] + j * room[t] * D, *vs = values[t] + j * room[t] * D;
+        memcpy(ks + position[t] * D, row + (long)(H + j) * D, D * sizeof(float));
+        memcpy(vs + position[t] * D, row + (long)(H + J + j) * D, D * sizeof(float));
+        for (int h = j * (H / J); h < (j + 1) * (H / J); h++)
+            look(D, (int)position[t] + 1, row + h * D, ks, vs, scores + ((long)t * H + h) * longest, attended + (long)t * A + h * D);
+    }
+    TOGETHER
+    MATRIX(n, A, C, b->out, attended, A, branch, C);
+    TOGETHER
+    for (int t = part; t < n; t += parts) {
+        long at = (long)t * C;
+        join(C, b->on_sum, x + at, branch + at, b->gain2, b->eps, middle + at);
+        norm(C, middle + at, b->gain3, b->eps, normed + at);
+    }
+    TOGETHER
+    MATRIX(n, C, U, b->up, normed, C, hidden, U);
+    TOGETHER
+    int first, last;
+    share(M, part, parts, &first, &last);
+    for (int t = 0; t < n; t++) act(first, last, M, b->gated, hidden + (long)t * U);
+    TOGETHER
+    MATRIX(n, M, C, b->down, hidden, U, branch, C);
+    TOGETHER
+    for (int t = part; t < n; t += parts) {
+        long at = (long)t * C;
+        join(C, b->on_sum, middle + at, branch + at, b->gain4, b->eps, out + at);
+    }
+    END
+}

@@ -1,0 +1,120 @@
+"""The C kernels of native.c, built once on this machine: `native()` gives them, or None where they cannot be had.
+
+They need a C compiler (cc, gcc or clang; $CC is heard) and a CPU. The library lies in the user's cache folder under a name
+made from the source, the compiler and the CPU. TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+ROWS = 16
+"""Up to so many rows the kernels are quicker than torch's operators (measured: 2 cores, AVX2, widths 256 and 768)."""
+
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
+
+_INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
+_SIGNATURES = {"linear": [_INT] * 4 + [_PTR] * 4, "block": [_INT] * 2 + [_PTR] * 8 + [_LONG] + [_PTR] * 2}
+
+
+class BlockWeights(ctypes.Structure):
+    """A block's sizes and weights, as native.c has them."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("C", "H", "J", "D", "M", "gated", "on_sum")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("gain1", "qkv", "qk_bias", "out", "gain2", "gain3", "up", "down", "gain4")),
+    )
+
+
+@cache
+def native() -> Any | None:
+    """The loaded library, or None."""
+    if os.environ.get("TWOSCALE_NATIVE", "1") == "0":
+        return None
+    try:
+        library = ctypes.CDLL(str(_built()))
+        for name, types in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, None
+        return library if _right(library) else None
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+
+
+def _right(library: Any) -> bool:
+    """Whether a small product comes out as torch has it."""
+    x, w, y = torch.linspace(-1, 1, 3 * 37).view(3, 37), torch.linspace(-2, 1, 13 * 37).view(13, 37), torch.empty(3, 13)
+    library.linear(torch.get_num_threads(), 3, 37, 13, x.data_ptr(), w.data_ptr(), None, y.data_ptr())
+    return torch.allclose(y, F.linear(x, w), atol=1e-4)
+
+
+def _built() -> Path:
+    source = resources.files("twoscale.engine").joinpath("native.c").read_bytes()
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise OSError("no C compiler")
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
+    name = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu()))).hexdigest()[:24]
+    folder = _folder()
+    library = folder / f"native-{name}.so"
+    if not library.exists():
+        _compile(compiler, source, library)
+    return library
+
+
+def _compile(compiler: str, source: bytes, library: Path) -> None:
+    """Try with threads first. The objects are linked without naming an OpenMP library: torch has loaded one already, and
+    sharing it keeps two pools of threads from getting in each other's way."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        code, objects, built = (Path(folder) / f"native.{end}" for end in ("c", "o", "so"))
+        code.write_bytes(source)
+        shared = hasattr(ctypes.CDLL(None), "GOMP_parallel")
+        for compile_flags, link_flags in ((["-fopenmp"], [] if shared else ["-fopenmp"]), ([], [])):
+            try:
+                _call(compiler, *FLAGS, *compile_flags, "-c", str(code), "-o", str(objects))
+                _call(compiler, "-shared", *link_flags, str(objects), "-o", str(built), "-lm")
+                ctypes.CDLL(str(built))
+            except (subprocess.SubprocessError, OSError):
+                continue
+            os.replace(built, library)
+            return
+    raise OSError("the kernels did not compile")
+
+
+def _call(*words: str) -> None:
+    subprocess.run(words, capture_output=True, timeout=120, check=True)
+
+
+def _folder() -> Path:
+    """A folder that only this user can write to."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twoscale"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.stat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(root, os.W_OK):
+            return root
+    except (OSError, RuntimeError):
+        pass
+    return Path(tempfile.mkdtemp(prefix="twoscale-"))
+
+
+def _cpu() -> bytes:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        told = sorted({line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))})
+    except OSError:
+        told = [platform.processor()]
+    return "|".join([platform.machine(), torch.__version__, *told]).encode()

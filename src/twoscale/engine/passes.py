@@ -1,0 +1,106 @@
+"""`twoscale.forward`: one parallel pass over whole sequences.
+
+out = twoscale.forward(model, [[1, 2, 3], [4, 5]], loops=12)
+out.logits[1, :2]    # a row's answers never depend on its neighbours or its padding
+out = twoscale.forward(model, ids, exit=exits.Acceleration(1e-2), loops=30)
+out.steps            # (B, T, G): every token left every group on its own
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twoscale.config import UserError
+from twoscale.engine.loop import Engine
+from twoscale.exits import Exit
+from twoscale.model import LoopedGPT, StateNoise
+from twoscale.model.input import as_batch, check_start
+
+LONG = 256  # passes of a rule that goes token by token are announced from here on
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The answers of one pass."""
+
+    logits: Tensor
+    """(B, T, V) fp32; zero where a row is shorter than T."""
+    steps: Tensor
+    """(B, T, G) int64: applications of each group's map; zero where a row is shorter than T."""
+
+    def __post_init__(self) -> None:
+        assert self.logits.shape[:2] == self.steps.shape[:2] and self.logits.dtype == torch.float32
+
+
+@torch.no_grad()
+def forward(
+    model: LoopedGPT,
+    ids: Tensor | Sequence[Sequence[int]],
+    *,
+    loops: int | Sequence[int] | None = None,
+    exit: Exit | None = None,
+    start: Sequence[Tensor] | None = None,
+    seed: int = 0,
+) -> Forward:
+    """Logits and steps for ids (B, T), or for a ragged list of lists.
+
+    `loops` is the most steps that a group may take (one number, or one for each group; default: the model's
+    mean_loops). `exit` is a rule of twoscale.exits, or {group: rule}: tokens leave one by one and are computed no more.
+    `start` gives the groups' initial states, one (B, T, C) each; without it they are a function of (`seed`, group, position).
+    """
+    tokens, lengths = as_batch(ids, model.config.vocab_size, model.config.block_size)
+    device = next(model.parameters()).device
+    if start is not None:
+        check_start(start, model.config, tokens)
+    padding = (torch.arange(tokens.shape[1]) >= lengths[:, None]).to(device)
+    if exit is None:
+        x, steps = model.hidden(tokens.to(device), loops=loops, noise=StateNoise(seed), start=start)
+        logits = model.head(x).float().masked_fill(padding[..., None], 0.0)
+        steps = steps.masked_fill(padding[..., None], 0)
+    else:
+        logits, steps = _leaving(model, tokens, lengths.tolist(), ~padding, loops, exit, start, seed)
+    check_finite(logits)
+    return Forward(logits, steps)
+
+
+def check_finite(logits: Tensor) -> None:
+    """NaN in a model's answers is said, not returned."""
+    if not logits.amax().isfinite():
+        raise UserError("the model's logits are not finite: its weights hold NaN or infinity, or its start states do")
+
+
+def _leaving(
+    model: LoopedGPT,
+    tokens: Tensor,
+    lengths: list[int],
+    there: Tensor,
+    loops: int | Sequence[int] | None,
+    exit: Exit,
+    start: Sequence[Tensor] | None,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """The pass with tokens that leave, on the engine's rows: logits (B, T, V) and steps (B, T, G)."""
+    # All tokens of a sequence are at the same step, so their newest keys and values are all that anybody needs.
+    engine = Engine(model, loops=loops, exit=exit, kv="last", seed=seed)
+    rows = [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]
+    c = model.config
+    steps = torch.zeros(*tokens.shape, c.n_groups, dtype=torch.int64, device=engine.device)
+    states = torch.zeros(*tokens.shape, c.n_embd, device=engine.device)
+    if not engine.token_by_token:
+        feeds = [(b, engine.open(len(row)), row) for b, row in enumerate(rows)]
+        states[there], steps[there] = engine.run(feeds, None if start is None else [x.to(engine.device)[there] for x in start])
+    else:
+        if max(lengths) >= LONG:
+            warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=3)
+        engine = Engine(model, loops=loops, exit=exit, seed=seed)
+        caches = [engine.open(len(row)) for row in rows]
+        for t in range(max(lengths)):
+            live = [b for b, n in enumerate(lengths) if t < n]
+            given = None if start is None else [x.to(engine.device)[live, t] for x in start]
+            states[live, t], steps[live, t] = engine.run([(b, caches[b], rows[b][t : t + 1]) for b in live], given)
+    logits = torch.zeros(*tokens.shape, c.vocab_size, device=engine.device)
+    logits[there] = engine.model.head(states[there]).float()
+    return logits, steps

@@ -1,0 +1,194 @@
+"""A copy of a model for decoding: the same stages, groups and loop, with quicker modules inside.
+
+The copy shares the model's parameters and its code; only linear maps, norms and blocks are swapped for modules that
+compute the same in less time. `kernels` says with what:
+
+    auto    few rows: the C kernels of native.c, where they could be built; more rows: as `packed`
+    packed  weights packed once for oneDNN, by the operators that torch's own compiler uses; small matrices as `plain`
+    plain   F.linear everywhere
+
+Another device, another precision or another build of torch means `plain`.
+
+Shapes: N rows, C width.
+"""
+
+import ctypes
+import math
+from functools import cache
+from typing import Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twoscale.config import UserError
+from twoscale.engine.native import ROWS, BlockWeights, native
+from twoscale.engine.rows import RowAttention
+from twoscale.model import LoopedGPT
+from twoscale.model.group import Adapter
+from twoscale.model.layers import Attend, Block, RMSNorm, Rope
+
+Kernels = Literal["auto", "packed", "plain"]
+
+# A packed call costs some 30 us more than a plain one, so small matrices are better off without; a single row needs a
+# larger one to pay, and with many rows both are alike (measured: 2 cores, AVX2).
+PAYS, PAYS_ALONE, MANY = 200_000, 1_000_000, 256
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@cache
+def can_pack() -> bool:
+    """Whether this build of torch has the packed linear operators, and they give the right answer."""
+    try:
+        x, w = torch.ones(2, 32), torch.arange(32.0 * 32).view(32, 32)
+        return torch.allclose(packed_linear(x, pack(w)), F.linear(x, w))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+
+
+def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+
+
+class QuickLinear(nn.Module):
+    """x -> x @ weight.T, by the quickest operator for the number of rows at hand."""
+
+    def __init__(self, weight: Tensor, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = weight.detach()
+        self.rows, self.columns = weight.shape
+        quick = kernels != "plain" and weight.device.type == "cpu" and weight.dtype == torch.float32
+        self.native = native() if quick and kernels == "auto" and weight.is_contiguous() else None
+        self.pays = quick and weight.numel() >= PAYS and can_pack()
+        self.pays_alone = self.pays and weight.numel() >= PAYS_ALONE
+        self.packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.numel() // self.columns
+        if self.native is not None and n <= ROWS:
+            x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.rows)
+            self.native.linear(
+                torch.get_num_threads(), n, self.columns, self.rows, x.data_ptr(), self.weight.data_ptr(), None, y.data_ptr()
+            )
+            return y
+        if n <= MANY and (self.pays_alone or (self.pays and n > 1)):
+            if self.packed is None:
+                self.packed = pack(self.weight)
+            return packed_linear(x, self.packed)
+        return F.linear(x, self.weight)
+
+
+class QuickAdapter(nn.Module):
+    """The two halves of a group's adapter."""
+
+    def __init__(self, adapter: Adapter, kernels: Kernels) -> None:
+        super().__init__()
+        width = adapter.out_features
+        self.of_state = QuickLinear(adapter.weight[:, :width].contiguous(), kernels)
+        self.of_input = QuickLinear(adapter.weight[:, width:].contiguous(), kernels)
+
+
+class QuickNorm(nn.Module):
+    """RMSNorm in four operations: x / sqrt(||x||^2 + C eps) * (sqrt(C) gain)."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        width = norm.weight.shape[0]
+        self.gain = norm.weight.detach().float() * math.sqrt(width)
+        self.floor = torch.tensor(math.sqrt(width * norm.eps), device=norm.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+        return (x32 / torch.hypot(length, self.floor)).mul_(self.gain).type_as(x)
+
+
+class QuickBlock(nn.Module):
+    """A block whose rows go through one fused C call where each is the only one of its sequence; others go the ordinary way."""
+
+    def __init__(self, block: Block, ordinary: nn.Module, library: Any) -> None:
+        super().__init__()
+        self.ordinary, self.library = ordinary, library
+        attn, mlp = block.attn, block.mlp
+        C, H, J, D, M = attn.qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, mlp.down.in_features
+        bias = None if attn.qk_bias is None else attn.qk_bias.data_ptr()
+        rest = (attn.out, block.norm2, block.norm3, mlp.up, mlp.down, block.norm4)
+        self.weights = BlockWeights(
+            C, H, J, D, M, mlp.gated, block.on_sum, block.norm1.eps, block.norm1.weight.data_ptr(), attn.qkv.weight.data_ptr(), bias,
+            *(module.weight.data_ptr() for module in rest),
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.weights)
+        self.heads, self.scratch = H, 3 * C + 2 * (H + J) * D + mlp.up.out_features
+
+    def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
+        if not isinstance(attend, RowAttention) or not attend.rows.alone:
+            return cast(Tensor, self.ordinary(x, rope, attend))
+        rows = attend.rows
+        n, longest = len(rows), rows.longest
+        x, out = x.contiguous(), torch.empty_like(x)
+        work = torch.empty(n * (self.scratch + self.heads * longest))
+        cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
+        keys, values = attend.addresses()
+        self.library.block(
+            torch.get_num_threads(), n, self.address, x.data_ptr(), cos, sin, keys, values, rows.rooms, rows.positions.data_ptr(),
+            longest, work.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+def quicken(model: LoopedGPT, kernels: Kernels = "auto") -> LoopedGPT:
+    """The copy for decoding; made once for a model, and again when its weights have changed."""
+    if kernels not in ("auto", "packed", "plain"):
+        raise UserError(f"kernels = {kernels!r}: choose auto, packed or plain")
+    made = _MADE.setdefault(model, {})
+    state = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+    if kernels not in made or made[kernels][0] != state:
+        made[kernels] = (state, _quick(model, kernels))
+    return made[kernels][1]
+
+
+_MADE: WeakKeyDictionary[LoopedGPT, dict[str, tuple[list[tuple[int, int]], LoopedGPT]]] = WeakKeyDictionary()
+
+
+def _quick(model: LoopedGPT, kernels: Kernels) -> LoopedGPT:
+    weights = list(model.parameters())
+    whole = all(w.device.type == "cpu" and w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+    library = native() if kernels == "auto" and whole else None
+    done: dict[int, nn.Module] = {}
+
+    def children(module: M) -> M:
+        new = _shallow(module)
+        new._modules = {name: child and copy(child) for name, child in module._modules.items()}
+        return new
+
+    def copy(module: nn.Module) -> nn.Module:
+        if id(module) not in done:
+            if isinstance(module, Adapter):
+                done[id(module)] = QuickAdapter(module, kernels)
+            elif isinstance(module, nn.Linear) and module.bias is None:
+                done[id(module)] = QuickLinear(module.weight, kernels)
+            elif isinstance(module, RMSNorm):
+                done[id(module)] = QuickNorm(module)
+            elif isinstance(module, Block) and library is not None:
+                done[id(module)] = QuickBlock(module, children(module), library)
+            else:
+                done[id(module)] = children(module)
+        return done[id(module)]
+
+    quick = cast(LoopedGPT, copy(model))
+    if quick.lm_head is None:
+        quick.lm_head = QuickLinear(model.wte.weight, kernels)  # type: ignore[assignment]
+    return quick
+
+
+def _shallow(module: M) -> M:
+    """The same module object again, with the same parameters, whose children can be swapped."""
+    new = module.__class__.__new__(module.__class__)
+    new.__dict__.update(module.__dict__)
+    return new

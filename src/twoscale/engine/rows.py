@@ -1,0 +1,177 @@
+"""Rows: tokens that share the engine's calls, each with its sequence, position, group and step.
+
+A group's weights are the same at every step, so rows of different sequences, and of different depths, can share one
+matmul. Only attention tells them apart: every row sees its own sequence's keys and values, through views.
+
+Shapes: N rows, H query heads, J key/value heads, D head width.
+"""
+
+import ctypes
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twoscale.engine.cache import Cache, Place
+from twoscale.engine.native import ROWS
+from twoscale.model.group import Layers
+
+
+@dataclass(slots=True)
+class Part:
+    """The rows of one sequence that go through the network together: one token, or a piece of a prompt."""
+
+    sequence: int
+    """Place in the caller's batch."""
+    cache: Cache
+    at: Place
+    """The rows' positions."""
+    count: int
+    end: int
+    """Positions 0 .. end - 1 are there to be seen."""
+    k: int = 0
+    """Applications of the current group's map so far."""
+    mask: Tensor | None = None
+    """(n, end): what is added to the scores, so that no row sees a later position."""
+    causal: bool = False
+    """Whether the rows are all of positions 0 .. end - 1, and need no mask."""
+
+
+def part_of(sequence: int, cache: Cache, first: int, count: int) -> Part:
+    """The part for `count` tokens from position `first` on."""
+    at = first if count == 1 else slice(first, first + count)
+    return Part(sequence, cache, at, count, first + count, causal=count > 1 and first == 0)
+
+
+class Rows:
+    """Parts of sequences, one after the other; row tensors are stacked in this order."""
+
+    def __init__(self, parts: list[Part], positions: Tensor, tokens: Tensor, places: Tensor) -> None:
+        self.parts, self.positions, self.tokens = parts, positions, tokens
+        self.alone = len(parts) == len(positions) <= ROWS
+        """Few rows, each the only one of its sequence: what the C kernels take."""
+        self.places = places
+        """int64 (N,): where the rows' results belong."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def k(self) -> Tensor:
+        """Applications so far, (N,)."""
+        first = self.parts[0].k
+        if all(part.k == first for part in self.parts):
+            return torch.full_like(self.positions, first)
+        return self._each([part.k for part in self.parts])
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        return self._each([part.sequence for part in self.parts])
+
+    def _each(self, values: list[int]) -> Tensor:
+        counts = torch.tensor([part.count for part in self.parts], device=self.positions.device)
+        return torch.tensor(values, device=self.positions.device).repeat_interleave(counts)
+
+    def take(self, stay: Tensor) -> "Rows":
+        """Only the rows of `stay`, ascending int64."""
+        parts = []
+        for part, chosen in self._pieces(stay):
+            if len(chosen) == part.count:
+                parts.append(part)
+            elif len(chosen):
+                parts.append(_some(part, self.positions[chosen]))
+        return Rows(parts, self.positions[stay], self.tokens[stay], self.places[stay])
+
+    def join(self, others: "Rows") -> "Rows":
+        """These rows, then the others."""
+        pairs = ((self.positions, others.positions), (self.tokens, others.tokens), (self.places, others.places))
+        return Rows(self.parts + others.parts, *(torch.cat(pair) for pair in pairs))
+
+    def leave(self, layers: range, gone: Tensor) -> None:
+        """The rows of `gone`, ascending int64, have taken their last step in these layers; their keys and values stay visible."""
+        for part, chosen in self._pieces(gone):
+            if len(chosen):
+                at = part.at if len(chosen) == part.count else self.positions[chosen]
+                for layer in layers:
+                    part.cache.layers[layer].settle(part.k, at)
+
+    def _pieces(self, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
+        """Each part and those of its rows that are among `rows`."""
+        numbers = rows.tolist()
+        first = low = 0
+        for part in self.parts:
+            high = bisect_left(numbers, first + part.count, low)
+            yield part, rows[low:high]
+            first, low = first + part.count, high
+
+    def attention(self, first_layer: int, layers: int) -> Layers:
+        """The attention of `layers` layers from `first_layer` on: rows write their keys and values, and see their own sequence."""
+        return [RowAttention(self, first_layer + i) for i in range(layers)].__getitem__
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D)."""
+        gqa = q.shape[2] != k.shape[2]
+        outs, first = [], 0
+        for part in self.parts:
+            n = part.count
+            store, step = part.cache.layers[layer], part.k or 1
+            if n == 1:
+                keys, values = store.write(step, part.at, k[0, first], v[0, first], part.end, part.cache.length)
+                y = F.scaled_dot_product_attention(q[:, first, :, None], keys[None], values[None], enable_gqa=gqa)
+                outs.append(y.transpose(1, 2))
+            else:
+                rows = slice(first, first + n)
+                keys, values = store.write(
+                    step, part.at, k[0, rows].transpose(0, 1), v[0, rows].transpose(0, 1), part.end, part.cache.length
+                )
+                if not part.causal and part.mask is None:
+                    part.mask = self._mask(part, first, q.dtype)
+                y = F.scaled_dot_product_attention(
+                    q[:, rows].transpose(1, 2), keys[None], values[None], attn_mask=part.mask, is_causal=part.causal, enable_gqa=gqa
+                )
+                outs.append(y.transpose(1, 2))
+            first += n
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(part.end for part in self.parts)
+
+    @cached_property
+    def rooms(self) -> "ctypes.Array[ctypes.c_int64]":
+        return (ctypes.c_int64 * len(self.parts))(*(part.cache.capacity for part in self.parts))
+
+    def _mask(self, part: Part, first: int, dtype: torch.dtype) -> Tensor:
+        positions = self.positions[first : first + part.count]
+        hidden = torch.arange(part.end, device=positions.device) > positions[:, None]
+        return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+
+
+class RowAttention:
+    """The attention of one layer over rows: `Attend`, and for the C kernels the places of keys and values."""
+
+    def __init__(self, rows: Rows, layer: int) -> None:
+        self.rows, self.layer = rows, layer
+        self.keys, self.values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.rows.attend(self.layer, q, k, v)
+
+    def addresses(self) -> "tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]":
+        """For each part, where its keys and values of the current step lie: (J, capacity, D) each."""
+        for i, part in enumerate(self.rows.parts):
+            store = part.cache.layers[self.layer]
+            self.keys[i], self.values[i] = store.address(store.open_level(part.k or 1, part.cache.length))
+        return self.keys, self.values
+
+
+def _some(part: Part, positions: Tensor) -> Part:
+    """Some rows of a part: what a token sees does not change when others leave."""
+    last = int(positions[-1])
+    if len(positions) == 1:
+        return Part(part.sequence, part.cache, last, 1, last + 1, part.k)
+    return Part(part.sequence, part.cache, positions, len(positions), last + 1, part.k)

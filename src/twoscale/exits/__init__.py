@@ -1,0 +1,30 @@
+"""Exit rules: when a token may leave a loop group. All are frozen dataclasses; a rule of your own subclasses `Rule`."""
+
+from twoscale.exits.baselines import Oracle, RandomExit
+from twoscale.exits.choose import NAMES, Exit, parse, plan
+from twoscale.exits.logits import KL, ArgmaxStable, Confidence, Entropy, MinPKL
+from twoscale.exits.rule import Look, Rule, Threshold, Watch
+from twoscale.exits.states import Acceleration, Cosine, Fixed, Gate, StepNorm
+
+__all__ = [
+    "KL",
+    "NAMES",
+    "Acceleration",
+    "ArgmaxStable",
+    "Confidence",
+    "Cosine",
+    "Entropy",
+    "Exit",
+    "Fixed",
+    "Gate",
+    "Look",
+    "MinPKL",
+    "Oracle",
+    "RandomExit",
+    "Rule",
+    "StepNorm",
+    "Threshold",
+    "Watch",
+    "parse",
+    "plan",
+]

@@ -1,0 +1,85 @@
+"""Rules to beat: depths drawn at random, and depths chosen with the labels in hand."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from twoscale.config import UserError
+from twoscale.exits.rule import Look, Rule, check_number
+from twoscale.model.noise import fold, keyed_uniform
+
+
+@dataclass(frozen=True)
+class RandomExit(Rule):
+    """Depths drawn uniformly between `least` and 2 * mean - least (rounded at random), so that their mean is `mean`.
+
+    A token's depth is a function of (seed, group, position, token): the same alone, in any batch and through the cache.
+    """
+
+    mean: float
+    least: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "least", 1, 1_000_000)
+        check_number(self, "mean", self.least, 1_000_000)
+
+    def remember(self, look: Look) -> Tensor:
+        return self._depth(look)
+
+    def measure(self, look: Look) -> Tensor:
+        return self._depth(look) - look.rows.k
+
+    def passes(self, value: Tensor) -> Tensor:
+        return value <= 0
+
+    def _depth(self, look: Look) -> Tensor:
+        known = look.last.dim() > 0
+        if known and not look.last.isnan().any():
+            return look.last
+        place = look.rows.positions * 1_000_003 + look.rows.tokens
+        uniform = keyed_uniform(fold(self.seed, look.group), place, 2)
+        depth = (self.least + 2 * (self.mean - self.least) * uniform[:, 0] + uniform[:, 1]).floor()
+        return torch.where(look.last.isnan(), depth, look.last) if known else depth
+
+
+@dataclass(frozen=True, eq=False)
+class Oracle(Rule):
+    """Each token's depth is given: chosen with the labels in hand, from its loss after every number of steps."""
+
+    depths: Tensor = field(repr=False)
+    """int64 (B, T), or (B, T, G) for one depth in each group."""
+
+    @classmethod
+    def stay(cls, losses: Tensor, eps: float) -> "Oracle":
+        """The fewest steps after which a token's loss stays within eps of the full run's.
+
+        losses (K, B, T) or (K, B, T, G): after 1 .. K steps; the last one is the full run's.
+        """
+        near = (losses - losses[-1]).abs() <= eps
+        stays = near.flip(0).long().cumprod(dim=0).sum(dim=0)  # how many of the last entries are near, in one run
+        return cls(losses.shape[0] - stays + 1)
+
+    @classmethod
+    def lagrange(cls, losses: Tensor, price: float) -> "Oracle":
+        """The depth that minimises loss + price x steps; the smaller one of equals."""
+        steps = torch.arange(1, losses.shape[0] + 1, device=losses.device).view(-1, *[1] * (losses.dim() - 1))
+        return cls((losses + price * steps).argmin(dim=0) + 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.depths.dim() not in (2, 3) or self.depths.is_floating_point() or int(self.depths.min()) < 1:
+            raise UserError("Oracle: depths are whole numbers of at least 1, of shape (B, T) or (B, T, G)")
+
+    def measure(self, look: Look) -> Tensor:
+        b, t = look.rows.sequences, look.rows.positions
+        if int(b.max()) >= self.depths.shape[0] or int(t.max()) >= self.depths.shape[1]:
+            shape = tuple(self.depths.shape[:2])
+            raise UserError(f"Oracle: depths are known for {shape[0]} sequences of {shape[1]} tokens; it cannot go beyond its labels")
+        depths = self.depths[b, t] if self.depths.dim() == 2 else self.depths[b, t, look.group]
+        return depths - look.rows.k
+
+    def passes(self, value: Tensor) -> Tensor:
+        return value <= 0

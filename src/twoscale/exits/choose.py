@@ -1,0 +1,97 @@
+"""From what a caller says to one rule for each group.
+
+exits.plan(Acceleration(1e-2), 3)                     # the same for all
+exits.plan({0: StepNorm(1e-3), 2: Fixed(4)}, 3)       # group 1 runs all its loops
+exits.parse("acceleration:0.01,normalize=steps")      # as the command line writes it
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from twoscale.config import UserError
+from twoscale.exits.baselines import RandomExit
+from twoscale.exits.logits import KL, ArgmaxStable, Confidence, Entropy, MinPKL
+from twoscale.exits.rule import Rule
+from twoscale.exits.states import Acceleration, Cosine, Fixed, Gate, StepNorm
+
+NAMES: dict[str, type[Rule]] = {
+    "step-norm": StepNorm,
+    "kl": KL,
+    "acceleration": Acceleration,
+    "entropy": Entropy,
+    "min-p-kl": MinPKL,
+    "argmax-stable": ArgmaxStable,
+    "cosine": Cosine,
+    "confidence": Confidence,
+    "gate": Gate,
+    "fixed": Fixed,
+    "random": RandomExit,
+}
+
+Exit = Rule | str | Mapping[int, Rule | str]
+
+
+def plan(exit: Exit | None, n_groups: int) -> tuple[Rule | None, ...]:
+    """One rule (or none) for each group."""
+    if exit is None:
+        return (None,) * n_groups
+    if not isinstance(exit, Mapping):
+        return (_rule(exit),) * n_groups
+    for group in exit:
+        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < n_groups:
+            known = f"groups run from 0 to {n_groups - 1}" if n_groups else "the model has no loop groups"
+            raise UserError(f"exit has a rule for group {group!r}, but {known}")
+    return tuple(_rule(exit[g]) if g in exit else None for g in range(n_groups))
+
+
+def _rule(value: object) -> Rule:
+    if isinstance(value, str):
+        return parse(value)
+    if isinstance(value, type) and issubclass(value, Rule):
+        raise UserError(f"exit = {value.__name__}: give a rule with its settings, for example {value.__name__}(...)")
+    if not isinstance(value, Rule):
+        raise UserError(f"exit = {value!r}: give a rule of twoscale.exits, or {{group: rule}}")
+    return value
+
+
+def parse(text: str) -> Rule:
+    """A rule from its name and settings: NAME, NAME:VALUE or NAME:VALUE,setting=value,..."""
+    name, _, rest = text.strip().partition(":")
+    kind = NAMES.get(name.strip().lower().replace("_", "-"))
+    if kind is None:
+        raise UserError(f"there is no exit rule {name!r}: choose one of {', '.join(NAMES)}")
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    settings: dict[str, Any] = {}
+    for i, part in enumerate(filter(None, (word.strip() for word in rest.split(",")))):
+        key, equals, value = part.partition("=")
+        if not equals:
+            if i:
+                raise UserError(f"exit rule {text!r}: write the settings after the first as setting=value")
+            key, value = main_setting(kind), part
+        key = key.strip().replace("-", "_")
+        if key not in fields:
+            raise UserError(f"exit rule {text!r}: {name} has no setting {key!r}, it has {', '.join(fields)}")
+        settings[key] = _value(value.strip())
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in settings]
+    if missing:
+        raise UserError(f"exit rule {text!r}: {missing[0]} is missing, write for example {name}:{2 if kind is Fixed else 0.01}")
+    return kind(**settings)
+
+
+def main_setting(kind: type[Rule]) -> str:
+    """The setting that a bare value stands for."""
+    names = [f.name for f in dataclasses.fields(kind)]
+    return next((n for n in ("tau", "q", "k", "mean") if n in names), "hits")
+
+
+def _value(word: str) -> Any:
+    if word.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[word.lower()]
+    if re.fullmatch(r"[+-]?\d+", word):
+        return int(word)
+    try:
+        return float(word)
+    except ValueError:
+        return word

@@ -1,0 +1,126 @@
+"""Rules that look at what the model would say after each step; every look costs a pass through the head."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twoscale.config import UserError
+from twoscale.exits.rule import Look, Reading, Rule, Threshold, check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads(Rule):
+    """A rule on p^(k), read by the `lens` (closing norm and head on the state) or through the `coda` (the layers after
+    the last group, then norm and head). Reading through the coda takes the tokens of a sequence one after the other."""
+
+    read: Reading = "lens"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.read not in ("lens", "coda"):
+            raise UserError(f"{type(self).__name__}: read = {self.read!r}, choose lens or coda")
+
+    @property
+    def token_by_token(self) -> bool:  # type: ignore[override]
+        return self.read == "coda"
+
+    def log_probs(self, look: Look) -> Tensor:
+        return look.log_probs if self.read == "lens" else look.coda_log_probs
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) of log-probabilities (N, V): (N,)."""
+    return (p.exp() * (p - q)).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class KL(Reads, Threshold):
+    """KL(p^(k) || p^(k-1)) < tau; reverse: KL(p^(k-1) || p^(k)), as Huginn has it (with tau = 5e-4)."""
+
+    reverse: bool = False
+
+    def remember(self, look: Look) -> Tensor:
+        return self.log_probs(look)
+
+    def measure(self, look: Look) -> Tensor:
+        now = self.log_probs(look)
+        return divergence(look.last.expand_as(now), now) if self.reverse else divergence(now, look.last.expand_as(now))
+
+
+@dataclass(frozen=True)
+class MinPKL(Reads, Threshold):
+    """Huginn's: KL(q^(k-1) || q^(k)) < tau, where q is p with all below min_p of its maximum set to 1/V, renormalised."""
+
+    tau: float = 1e-5
+    min_p: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "min_p", 0.0, 1.0)
+
+    def remember(self, look: Look) -> Tensor:
+        return self._filtered(look)
+
+    def measure(self, look: Look) -> Tensor:
+        now = self._filtered(look)
+        return divergence(look.last.expand_as(now), now)
+
+    def _filtered(self, look: Look) -> Tensor:
+        p = self.log_probs(look).exp()
+        p = torch.where(p < self.min_p * p.amax(dim=-1, keepdim=True), 1 / p.shape[-1], p)
+        return (p / p.sum(dim=-1, keepdim=True)).log()
+
+
+@dataclass(frozen=True)
+class Entropy(Reads, Threshold):
+    """Huginn's: |H_k - H_(k-1)| < tau."""
+
+    tau: float = 1e-3
+
+    def remember(self, look: Look) -> Tensor:
+        return self._entropy(look)
+
+    def measure(self, look: Look) -> Tensor:
+        return (self._entropy(look) - look.last).abs()
+
+    def _entropy(self, look: Look) -> Tensor:
+        log_p = self.log_probs(look)
+        return -(log_p.exp() * log_p).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class ArgmaxStable(Reads):
+    """Huginn's: the most likely token has stayed the same, `hits` comparisons in a row."""
+
+    hits: int = 5
+
+    def remember(self, look: Look) -> Tensor:
+        return self._argmax(look)
+
+    def measure(self, look: Look) -> Tensor:
+        return self._argmax(look) - look.last
+
+    def passes(self, value: Tensor) -> Tensor:
+        return value == 0
+
+    def _argmax(self, look: Look) -> Tensor:
+        return self.log_probs(look).argmax(dim=-1).double()  # exact for any vocabulary, and NaN for "nothing yet"
+
+
+@dataclass(frozen=True)
+class Confidence(Reads):
+    """The most likely token leads the second by more than tau."""
+
+    tau: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "tau", 0.0, 1.0)
+
+    def measure(self, look: Look) -> Tensor:
+        best = self.log_probs(look).topk(2, dim=-1).values.exp()
+        return best[..., 0] - best[..., 1]
+
+    def passes(self, value: Tensor) -> Tensor:
+        return value > self.tau

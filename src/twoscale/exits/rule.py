@@ -1,0 +1,181 @@
+"""What an exit rule is: a frozen dataclass that looks at tokens after each step of a group and says which may leave.
+
+    @dataclass(frozen=True)
+    class Turned(Rule):
+        tau: float = 0.0
+
+        def remember(self, look):
+            return look.step                                      # seen again one step later, as look.last
+
+        def measure(self, look):
+            return torch.cosine_similarity(look.step, look.last)  # one number for each token; NaN: nothing to say yet
+
+        def passes(self, value):
+            return value < self.tau
+
+Shapes: N tokens in one group, C width, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from twoscale.config import UserError
+
+Reading = Literal["lens", "coda"]
+
+
+class Tokens(Protocol):
+    """Who the rows of a look are."""
+
+    @property
+    def k(self) -> Tensor:
+        """Applications of the group's map so far, int64 (N,)."""
+
+    @property
+    def sequences(self) -> Tensor:
+        """The rows' places in the caller's batch, int64 (N,)."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 (N,)."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 (N,)."""
+
+
+class Look:
+    """What a rule sees of N tokens after one more application of a group's map. States are fp32 (N, C)."""
+
+    def __init__(
+        self,
+        group: int,
+        rows: Tokens,
+        before: Tensor,
+        after: Tensor,
+        last: Tensor,
+        read: Callable[[Tensor, Reading | Literal["gate"]], Tensor],
+    ) -> None:
+        self.group, self.rows, self.last, self._read = group, rows, last, read
+        self.before, self.after = before.float(), after.float()
+
+    last: Tensor
+    """What the rule remembered of these tokens one step ago; NaN at a token's first step."""
+
+    @cached_property
+    def step(self) -> Tensor:
+        """D = after - before."""
+        return self.after - self.before
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """What the model would say now, by closing norm and head on the state: log-probabilities (N, V)."""
+        return torch.log_softmax(self._read(self.after, "lens").float(), dim=-1)
+
+    @cached_property
+    def coda_log_probs(self) -> Tensor:
+        """The same, with the layers after the last group run on the state first."""
+        return torch.log_softmax(self._read(self.after, "coda").float(), dim=-1)
+
+    @cached_property
+    def gate(self) -> Tensor:
+        """How likely the group's learned gate makes it that the token leaves now: (N,)."""
+        return self._read(self.after, "gate").float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """When a token leaves a group. A rule of your own needs `measure` and `passes`, and `remember` if it compares steps."""
+
+    hits: int = 1
+    """How many steps in a row must pass."""
+    min_steps: int = 1
+    """No token leaves before this many applications."""
+    keep: Literal["newest", "printed"] = "newest"
+    """The state that a leaving token takes along: the one it has just computed, or the one before, as the paper prints."""
+
+    token_by_token: ClassVar[bool] = False
+    """Whether tokens of one sequence must be finished one after the other (a rule that reads through the coda)."""
+
+    def __post_init__(self) -> None:
+        for name in ("hits", "min_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{type(self).__name__}: {name} = {value!r}, but it is a whole number of at least 1")
+        if self.keep not in ("newest", "printed"):
+            raise UserError(f"{type(self).__name__}: keep = {self.keep!r}, choose newest or printed")
+
+    def measure(self, look: Look) -> Tensor:
+        """One number for each token, (N,); NaN where there is nothing to compare yet."""
+        raise NotImplementedError
+
+    def passes(self, value: Tensor) -> Tensor:
+        """Which numbers speak for leaving: bools (N,). NaN must not."""
+        raise NotImplementedError
+
+    def remember(self, look: Look) -> Tensor | None:
+        """What to see again at the next step as `look.last`: a float tensor with one row for each token, or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """A rule that passes when its number lies below tau."""
+
+    tau: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "tau", 0.0, math.inf)
+
+    def passes(self, value: Tensor) -> Tensor:
+        return value < self.tau
+
+
+def check_number(rule: Rule, name: str, low: float, high: float) -> None:
+    value = getattr(rule, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it is a number {bounds}")
+
+
+class Watch:
+    """A rule at work in one group: what it remembers of each token, and how often each has passed in a row."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.last = torch.tensor(math.nan)
+        self.streak: Tensor | None = None
+
+    def __call__(self, look: Look) -> Tensor:
+        """Which of the tokens leave: bools (N,)."""
+        rule = self.rule
+        passed = rule.passes(rule.measure(look))
+        remembered = rule.remember(look)
+        if remembered is not None:
+            self.last = remembered
+        if rule.hits > 1:
+            self.streak = passed.long() if self.streak is None else (self.streak + 1) * passed
+            passed = self.streak >= rule.hits
+        return passed & (look.rows.k >= rule.min_steps) if rule.min_steps > 1 else passed
+
+    def take(self, rows: Tensor) -> None:
+        """Only these rows (int64) stay."""
+        if self.last.dim():
+            self.last = self.last[rows]
+        if self.streak is not None:
+            self.streak = self.streak[rows]
+
+    def admit(self, there: int, new: int) -> None:
+        """New tokens, at their first step, join those that are there."""
+        if self.last.dim():
+            assert len(self.last) == there
+            self.last = torch.cat((self.last, self.last.new_full((new, *self.last.shape[1:]), math.nan)))
+        if self.streak is not None:
+            self.streak = torch.cat((self.streak, self.streak.new_zeros(new)))

@@ -1,0 +1,100 @@
+"""Rules that look at states alone; they never touch the head."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from twoscale.config import UserError
+from twoscale.exits.rule import Look, Rule, Threshold, check_number
+from twoscale.geometry.steps import EPS, beside, length
+
+
+@dataclass(frozen=True)
+class StepNorm(Threshold):
+    """||D^(k)|| < tau; relative: divided by ||x^(k)||, the state that the step left."""
+
+    relative: bool = False
+
+    def measure(self, look: Look) -> Tensor:
+        norm = length(look.step)
+        return beside(norm, length(look.before)) if self.relative else norm
+
+
+@dataclass(frozen=True)
+class Acceleration(Threshold):
+    """a^(k) = ||D^(k) - D^(k-1)|| < tau, twice in a row; so no token leaves before its third application.
+
+    normalize="steps" divides by ||D^(k)|| + ||D^(k-1)||, "state" by ||x^(k)||.
+    """
+
+    normalize: Literal["steps", "state"] | None = None
+    hits: int = field(default=2, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normalize not in (None, "steps", "state"):
+            raise UserError(f"Acceleration: normalize = {self.normalize!r}, choose None, 'steps' or 'state'")
+
+    def remember(self, look: Look) -> Tensor:
+        return look.step
+
+    def measure(self, look: Look) -> Tensor:
+        a = length(look.step - look.last)
+        if self.normalize == "steps":
+            return beside(a, length(look.step), length(look.last))
+        return beside(a, length(look.before)) if self.normalize == "state" else a
+
+
+@dataclass(frozen=True)
+class Cosine(Threshold):
+    """1 - cos(x^(k+1), x^(k)) < tau (Huginn)."""
+
+    tau: float = 1e-3
+
+    def measure(self, look: Look) -> Tensor:
+        # As half the squared distance of the directions: 1 - cos itself loses all digits where it is small.
+        a, b = (x / (length(x) + EPS).unsqueeze(-1) for x in (look.before, look.after))
+        return length(a - b).square() / 2
+
+
+@dataclass(frozen=True)
+class Gate(Rule):
+    """The probability of having left by now, by a learned gate, is at least q (Ouro)."""
+
+    q: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "q", 0.0, 1.0)
+
+    def remember(self, look: Look) -> Tensor:
+        return self._staying(look)
+
+    def measure(self, look: Look) -> Tensor:
+        return 1 - self._staying(look)
+
+    def passes(self, value: Tensor) -> Tensor:
+        return value >= self.q
+
+    def _staying(self, look: Look) -> Tensor:
+        return torch.nan_to_num(look.last, nan=1.0) * (1 - look.gate)
+
+
+@dataclass(frozen=True)
+class Fixed(Rule):
+    """k applications, whatever the states do."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise UserError(f"Fixed: k = {self.k!r}, but it is a whole number of at least 1")
+
+    def measure(self, look: Look) -> Tensor:
+        return self.k - look.rows.k
+
+    def passes(self, value: Tensor) -> Tensor:
+        return value <= 0
