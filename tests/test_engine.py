@@ -77,8 +77,12 @@ class Noting(exits.Rule):
     def token_by_token(self) -> bool:  # type: ignore[override]
         return self.rule.token_by_token
 
+    @property
+    def follows_steps(self) -> bool:  # type: ignore[override]
+        return self.rule.follows_steps
+
     def measure(self, look: exits.Look) -> Tensor:
-        value = self.rule.measure(look)
+        value = torch.as_tensor(self.rule.measure(look)).expand(len(look.rows.positions))
         keys = zip(look.rows.sequences.tolist(), look.rows.positions.tolist(), look.rows.k.tolist(), strict=True)
         self.notes.update({(b, t, look.group, k): v for (b, t, k), v in zip(keys, value.tolist(), strict=True)})
         return value
@@ -232,7 +236,9 @@ def test_rows_of_different_depths_share_calls() -> None:
                 cache = engine.open(1)
                 cache.length = 1
                 position, token = torch.tensor([0]), torch.tensor(ids[b])
-                loop.admit(Rows([part_of(b, cache, 0, 1)], position, token, torch.tensor([b])), engine.model.embed(token, position))
+                loop.admit(
+                    Rows([part_of(b, cache, 0, 1)], torch.tensor([[0], ids[b], [b]]), engine.library), engine.model.embed(token, position)
+                )
             left = loop.advance()
             if left is not None:
                 results.update({int(p): (x, int(n)) for p, x, n in zip(left.places, left.x, left.steps, strict=True)})

@@ -23,6 +23,10 @@ class Who:
     steps: int
 
     @property
+    def same_k(self) -> int:
+        return self.steps
+
+    @property
     def k(self) -> Tensor:
         return torch.full((self.n,), self.steps)
 
@@ -51,7 +55,8 @@ def stops(rule: exits.Rule, states: Tensor, head: Tensor | None = None, gate: Te
             return x @ head.T
 
         passed = watch(exits.Look(0, Who(states.shape[1], k), states[k - 1], states[k], watch.last, read))
-        left = [n or k * bool(p) for n, p in zip(left, passed, strict=True)]
+        each = [passed] * len(left) if isinstance(passed, bool) else passed.tolist()
+        left = [n or k * p for n, p in zip(left, each, strict=True)]
     return left
 
 

@@ -1,4 +1,4 @@
-"""`twoscale bench train | trace`: speed on this machine, as ratios within one run."""
+"""`twoscale bench train | trace | decode`: speed on this machine, as ratios within one run."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 from twoscale.cli.parse import parse
 from twoscale.config import UserError, presets
 
-KINDS = ("train", "trace")
+KINDS = ("train", "trace", "decode")
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,30 @@ class BenchTraceArgs:
     """Interleaved repeats; medians are reported."""
 
 
+@dataclass(frozen=True)
+class BenchDecodeArgs:
+    """What a loop step costs beside its matmuls, what exit rules cost and save, and what keys and values hold; one run."""
+
+    preset: Literal["nano", "tiny", "small", "paper"] = "paper"
+    """Which model to decode with, with random weights."""
+    loops: int = 12
+    """Loop steps of every group."""
+    batches: tuple[int, ...] = (1, 4, 8, 16)
+    """Rows that share a step."""
+    contexts: tuple[int, ...] = (64, 448)
+    """Tokens that are in the cache already."""
+    repeats: int = 9
+    """Interleaved repeats; medians are reported."""
+
+
 def run(args: list[str]) -> int:
     if args and args[0] in ("-h", "--help"):
         print(f"usage: twoscale bench {' | '.join(KINDS)} [options]\n\n`twoscale bench train --help` lists the options of one bench.")
         return 0
     if not args or args[0] not in KINDS:
         raise UserError(f"say what to measure: twoscale bench {' | '.join(KINDS)}")
+    if args[0] == "decode":
+        return _decode(parse(BenchDecodeArgs, args[1:], "twoscale bench decode"))
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
     return _train(parse(BenchTrainArgs, args[1:], "twoscale bench train"))
@@ -57,6 +75,61 @@ def _trace(args: BenchTraceArgs) -> int:
     print(f"plain forward             {r.forward_s * 1e3:8.0f} ms")
     print(f"trace, states stored      {r.trace_s * 1e3:8.0f} ms  {r.trace_s / r.forward_s:.2f}x")
     print(f"all statistics, streamed  {r.measure_s * 1e3:8.0f} ms  {r.measure_s / r.forward_s:.2f}x")
+    return 0
+
+
+def _decode(args: BenchDecodeArgs) -> int:
+    from twoscale import exits
+    from twoscale.bench import decode as b
+    from twoscale.engine.native import native
+    from twoscale.model import LoopedGPT
+
+    config = presets.get(args.preset).model
+    if args.loops < 2 or args.repeats < 1 or min(args.batches, default=0) < 1 or min(args.contexts, default=0) < 1:
+        raise UserError("--loops is at least 2; --repeats, --batches and --contexts are at least 1")
+    if max(args.contexts) >= config.block_size:
+        raise UserError(f"--contexts {max(args.contexts)}: the preset {args.preset} has a context of {config.block_size}")
+    model = LoopedGPT(config).eval()
+    kernels = "C kernels for few rows" if native() is not None else "no C kernels (no compiler?), packed weights"
+    print(f"preset {args.preset}, {args.loops} loops, {kernels}; medians of {args.repeats} interleaved repeats\n")
+
+    print("one loop step (mean over groups)      ours    floor  ours/floor   packed    plain  plain/ours")
+    step = 0.0
+    for context in args.contexts:
+        for batch in args.batches:
+            r = b.bench_steps(model, batch, context, args.loops, args.repeats)
+            step = step or r.auto
+            beside = "        -           -" if r.floor is None else f"{r.floor * 1e3:6.2f} ms {r.auto / r.floor:10.2f}x"
+            print(
+                f"  batch {batch:2}, context {context:4}        {r.auto * 1e3:8.2f} ms {beside} {r.packed * 1e3:6.2f} ms"
+                f" {r.plain * 1e3:6.2f} ms {r.plain / r.auto:9.2f}x"
+            )
+
+    print(f"\none look of a rule, one row               us   of a step ({step * 1e3:.2f} ms)")
+    rules = (exits.StepNorm(1e-9), exits.Acceleration(1e-9), exits.Cosine(1e-9), exits.KL(1e-12), exits.Entropy(1e-12))
+    for name, seconds in b.bench_rules(model, rules, min(args.contexts), args.loops, args.repeats).items():
+        print(f"  {name:<36}{seconds * 1e6:8.1f} {seconds / step:11.1%}")
+
+    e = b.bench_exits(model, 16, min(args.contexts), args.loops, args.repeats)
+    print(f"\ndepths spread over 3 to {args.loops}, acceleration paid for, context {min(args.contexts)}")
+    share = e.saved_time / e.saved_work
+    print(f"  one row: {e.saved_work:.1%} of the loop work saved, {e.saved_time:.1%} of the loops' time: {share:.2f} of it")
+    more = e.one_row * e.batch / e.rows
+    print(f"  one row {e.one_row * 1e3:.1f} ms a token; {e.batch} rows {e.rows * 1e3:.1f} ms: {more:.2f}x the tokens/s")
+    print(f"  {e.batch} rows with all {args.loops} steps {e.rows_full * 1e3:.1f} ms: leaving early gives {e.rows_full / e.rows:.2f}x")
+
+    print("\nteacher-forced pass, preset small, 8 x 256 tokens")
+    for loops in (12, 30):
+        p = b.bench_parallel(LoopedGPT(presets.small().model).eval(), 8, loops, max(3, args.repeats // 2))
+        print(f"  {loops} loops {p.full * 1e3:.0f} ms, mean steps {p.mean_steps:.2f} {p.half * 1e3:.0f} ms: {p.half / p.full:.2f}x")
+
+    token = b.bench_token(LoopedGPT(b.HUGINN).eval(), 96, 16, 3 * args.repeats)
+    print(f"\nHuginn's layout, 6.7M parameters, width 256, 16 loops, context 96, one row: {token * 1e3:.1f} ms a token")
+
+    print(f"\nkeys and values, bytes a token at {args.loops} loops (fp32)")
+    table = b.cache_table(config, args.loops)
+    for kv, size in table.items():
+        print(f"  {kv:<12}{size:10,} {size / table['plain GPT']:7.2f}x")
     return 0
 
 

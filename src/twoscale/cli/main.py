@@ -19,7 +19,7 @@ COMMANDS = {
     "generate": "write text, each token leaving the loops on its own",
     "report": "write RUN/report/index.html: figures, tables, the claims and their verdicts",
     "reproduce": "the main job in one folder: prepare, train, evaluate, trace, report; skips what is done",
-    "bench": "measure speed on this machine (bench train, bench trace)",
+    "bench": "measure speed on this machine (bench train, bench trace, bench decode)",
 }
 
 

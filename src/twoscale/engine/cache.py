@@ -13,6 +13,7 @@ Shapes: L level, J key/value heads, T position, D head width.
 """
 
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ def parse_kv(kv: str) -> int | None:
 class LayerCache:
     """Keys and values of one layer."""
 
-    def __init__(self, shape: tuple[int, int, int], levels: int, like: Tensor) -> None:
-        self.shape, self.most = shape, levels  # (J, T, D)
+    def __init__(self, shape: tuple[int, int, int], levels: int, like: Tensor, library: Any | None) -> None:
+        self.shape, self.most, self.library = shape, levels, library  # (J, T, D)
         self.depth = 0  # levels that exist
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
@@ -69,6 +70,10 @@ class LayerCache:
         """Tokens leave after step k: what they wrote there is what all deeper steps see."""
         if k < self.depth:
             level = (k - 1) % self.most
+            if self.library is not None and isinstance(at, int):
+                J, room, D = self.shape
+                self.library.settle(J, D, room, at, level, k, self.depth, *self.addresses)
+                return
             for store in (self.keys, self.values):
                 store[k : self.depth, :, at] = store[level, :, at]
 
@@ -97,13 +102,21 @@ class LayerCache:
 class Cache:
     """Keys and values of one sequence of at most `capacity` tokens."""
 
-    def __init__(self, config: ModelConfig, capacity: int, loops: tuple[int, ...], kv: str = "exact", like: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: int,
+        loops: tuple[int, ...],
+        kv: str = "exact",
+        like: Tensor | None = None,
+        library: Any | None = None,
+    ) -> None:
         """`like` has the type and the device of keys and values; fp32 on the CPU if it is not given."""
         self.capacity, self.length = capacity, 0
         levels = parse_kv(kv)
         shape, like = (config.kv_heads, capacity, config.head_dim), torch.empty(0) if like is None else like
         self.layers = [
-            LayerCache(shape, 1 if group is None else min(loops[group], levels or loops[group]), like)
+            LayerCache(shape, 1 if group is None else min(loops[group], levels or loops[group]), like, library)
             for layers, group in config.stages
             for _ in layers
         ]

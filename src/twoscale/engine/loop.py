@@ -11,6 +11,7 @@ all that are there, whatever their step, and hands out the ones that leave.
 Shapes: N rows, C width, G group.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.engine.cache import Cache, parse_kv
-from twoscale.engine.quick import Kernels, quicken
+from twoscale.engine.quick import PARALLEL, Kernels, library_of, quicken
 from twoscale.engine.rows import Rows, part_of
-from twoscale.exits import Exit, Gate, Look, Watch, plan
+from twoscale.exits import Exit, Gate, Watch, plan
+from twoscale.exits.rule import Numbers
 from twoscale.model import LoopedGPT, LoopGroup, StateNoise
 from twoscale.model.layers import Rope
 from twoscale.model.start import start_state
@@ -67,6 +69,7 @@ class Engine:
         self.kv, self.noise = kv, StateNoise(seed)
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self.model = model if autocast else quicken(model, kernels)
+        self.library = library_of(self.model)
         self.device = model.wte.weight.device
         self._like = torch.empty(
             0, dtype=torch.get_autocast_dtype(self.device.type) if autocast else model.wte.weight.dtype, device=self.device
@@ -77,6 +80,16 @@ class Engine:
         for layers, _ in self.config.stages:
             self.first_layers.append(self.first_layers[-1] + len(layers))
         self._tables: dict[int, Tensor] = {}
+        self._numbers = (ctypes.c_float * 4)()
+        self.no_rows = Rows([], torch.empty(3, 0, dtype=torch.int64, device=self.device))
+
+    def meter(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
+        """What rules on steps compare, in one C call: see `exits.rule.Meter`."""
+        n, C = after.shape
+        numbers = self._numbers if n == 1 else (ctypes.c_float * (4 * n))()
+        threads = 1 if n * C < PARALLEL else torch.get_num_threads()
+        self.library.measure(threads, n, C, before.data_ptr(), after.data_ptr(), last.data_ptr(), numbers)  # type: ignore[union-attr]
+        return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).unbind(dim=1)  # type: ignore[return-value]
 
     @property
     def token_by_token(self) -> bool:
@@ -85,7 +98,7 @@ class Engine:
 
     def open(self, capacity: int) -> Cache:
         """An empty cache for one sequence."""
-        return Cache(self.config, min(capacity, self.config.block_size), self.loops, self.kv, self._like)
+        return Cache(self.config, min(capacity, self.config.block_size), self.loops, self.kv, self._like, self.library)
 
     @torch.inference_mode()
     def run(self, feeds: Sequence[Feed], start: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -99,11 +112,11 @@ class Engine:
                 raise UserError(f"a sequence of {cache.length + len(new)} tokens does not fit the context of {cache.capacity} tokens")
             parts.append(part_of(sequence, cache, cache.length, len(new)))
             cache.length += len(new)
-        tokens = torch.tensor([t for _, _, new in feeds for t in new], device=self.device)
-        positions = torch.tensor([p for part in parts for p in range(part.end - part.count, part.end)], device=self.device)
-        rows = Rows(parts, positions, tokens, torch.arange(len(tokens), device=self.device))
-        rope = self.model.rope(positions)
-        x = self.model.embed(tokens, positions)
+        ids = [t for _, _, new in feeds for t in new]
+        places = [p for part in parts for p in range(part.end - part.count, part.end)]
+        rows = Rows(parts, torch.tensor([places, ids, range(len(ids))], device=self.device), self.library)
+        rope = self.model.rope(rows.positions)
+        x = self.model.embed(rows.tokens, rows.positions)
         steps = torch.empty(len(rows), self.config.n_groups, dtype=torch.int64, device=self.device)
         for i, stage in enumerate(self.model.stages):
             if isinstance(stage, LoopGroup):
@@ -156,9 +169,8 @@ class Loop:
         self.engine, self.group, self.most = engine, group, engine.loops[group.index]
         self.layers = range(engine.first_layers[stage], engine.first_layers[stage + 1])
         rule = engine.rules[group.index]
-        self.watch = None if rule is None else Watch(rule)
-        nothing = torch.empty(0, dtype=torch.int64, device=engine.device)
-        self.rows = Rows([], nothing, nothing, nothing)
+        self.watch = None if rule is None else Watch(rule, engine.meter if engine.library is not None else None)
+        self.rows = engine.no_rows
         self.x = self.injected = torch.empty(0, device=engine.device)
 
     def __len__(self) -> int:
@@ -168,7 +180,7 @@ class Loop:
         """Rows enter the group with the input e (N, C); those that are inside already stay at their steps."""
         for part in rows.parts:
             part.k = 0
-        x = self.engine.start(self.group.index, e, rows.positions) if start is None else start.to(e)
+        x = (self.engine.start(self.group.index, e, rows.positions) if start is None else start.to(e)).contiguous()
         injected = self.group.inject(e)
         if len(self):
             if self.watch is not None:
@@ -191,32 +203,51 @@ class Loop:
         x = before if self.engine.config.noise == "start" else self.group.stir(before, self._fresh())
         injected = None if self.injected is None else self.injected[None]
         after = self.group.step(x[None], injected, self.rope, self.attention)[0]
-        self.engine.work[g] += len(rows)
-        passed = None if self.watch is None else self.watch(Look(g, rows, before, after, self.watch.last, self._read))
-        return self._release(before, after, passed)
+        self.engine.work[g] += rows.n
+        passed = None if self.watch is None else self.watch.look(g, rows, before, after, self._read)
+        return self._release_one(before, after, passed) if rows.n == 1 else self._release(before, after, passed)
 
-    def _release(self, before: Tensor, after: Tensor, passed: Tensor | None) -> Left | None:
+    def _release_one(self, before: Tensor, after: Tensor, passed: Tensor | bool | None) -> Left | None:
+        """The same as `_release` where there is only one row, with nothing to select."""
+        rows, part = self.rows, self.rows.parts[0]
+        if not passed and part.k < self.most:
+            self.x = after
+            return None
+        for layer in self.layers:
+            part.cache.layers[layer].settle(part.k, part.at)
+        kept = before if passed and self._printed else after
+        self.rows = self.engine.no_rows
+        return Left(rows.places, self.group.leave(kept), torch.tensor([part.k], device=after.device))
+
+    def _release(self, before: Tensor, after: Tensor, passed: Tensor | bool | None) -> Left | None:
         """Let go the rows that have passed the rule or taken all their steps."""
         rows = self.rows
-        spent = [part.k >= self.most for part in rows.parts]
+        if isinstance(passed, bool):
+            passed = torch.full((rows.n,), passed, device=after.device)
         left = passed
-        if any(spent):
-            limit = rows.k >= self.most
+        if any(part.k >= self.most for part in rows.parts):
+            limit = torch.tensor([part.k >= self.most for part in rows.parts for _ in range(part.count)], device=after.device)
             left = limit if left is None else left | limit
         if left is None or not left.any():
             self.x = after
             return None
-        if self.watch is not None and self.watch.rule.keep == "printed":
-            assert passed is not None
+        if passed is not None and self._printed:
             after = torch.where(passed[:, None], before, after)
         gone = left.nonzero().flatten()
         rows.leave(self.layers, gone)
-        result = Left(rows.places[gone], self.group.leave(after[gone]), rows.k[gone])
+        result = Left(rows.places[gone], self.group.leave(after[gone]), rows.steps_of(gone))
+        if len(gone) == rows.n:
+            self.rows = self.engine.no_rows
+            return result
         stay = (~left).nonzero().flatten()
         if self.watch is not None:
             self.watch.take(stay)
         self._hold(rows.take(stay), after[stay], None if self.injected is None else self.injected[stay])
         return result
+
+    @property
+    def _printed(self) -> bool:
+        return self.watch is not None and self.watch.rule.keep == "printed"
 
     def _fresh(self) -> Tensor:
         """Noise for this step of every row (noise="every_step")."""

@@ -62,11 +62,11 @@ static inline v8 vexp(v8 x) {
             for (int t = 0; t < T; t++) acc[r][t] = all(0);                                                        \
         int i = 0;                                                                                                 \
         for (; i + 8 <= I; i += 8) {                                                                               \
-            v8 xs[T];                                                                                              \
-            for (int t = 0; t < T; t++) xs[t] = load(x + t * ldx + i);                                             \
-            for (int r = 0; r < R; r++) {                                                                          \
-                v8 ws = load(w + (long)r * I + i);                                                                 \
-                for (int t = 0; t < T; t++) acc[r][t] = fma8(ws, xs[t], acc[r][t]);                                \
+            v8 ws[R];                                                                                              \
+            for (int r = 0; r < R; r++) ws[r] = load(w + (long)r * I + i);                                         \
+            for (int t = 0; t < T; t++) {                                                                          \
+                v8 xs = load(x + t * ldx + i);                                                                     \
+                for (int r = 0; r < R; r++) acc[r][t] = fma8(ws[r], xs, acc[r][t]);                                \
             }                                                                                                      \
         }                                                                                                          \
         for (int r = 0; r < R; r++)                                                                                \
@@ -76,15 +76,15 @@ static inline v8 vexp(v8 x) {
                 y[t * ldy + r] = s;                                                                                \
             }                                                                                                      \
     }
-TILE(6, 1) TILE(1, 1) TILE(4, 2) TILE(1, 2) TILE(3, 3) TILE(1, 3) TILE(3, 4) TILE(1, 4)
+TILE(6, 1) TILE(1, 1) TILE(4, 2) TILE(1, 2) TILE(3, 3) TILE(1, 3) TILE(3, 4) TILE(1, 4) TILE(2, 5) TILE(1, 5) TILE(2, 6) TILE(1, 6)
 
 #define WALK(R, T)                                                                                                 \
     for (o = first; o + R <= last; o += R) tile_##R##_##T(I, w + (long)o * I, x + t * ldx, ldx, y + t * ldy + o, ldy); \
     for (; o < last; o++) tile_1_##T(I, w + (long)o * I, x + t * ldx, ldx, y + t * ldy + o, ldy);
 
-/* Output rows first .. last - 1 of a matrix for all n inputs, a block of weights at a time so that they stay near. */
+/* Output rows first_row .. last_row - 1 of a matrix for all n inputs, a block of weights at a time so that they stay near. */
 static void some_rows(int n, int I, int first_row, int last_row, const float *w, const float *x, long ldx, float *y, long ldy) {
-    int block = 65536 / I; /* a quarter of a megabyte */
+    int block = 32768 / I; /* an eighth of a megabyte */
     block = block < 12 ? 12 : block - block % 12;
     for (int first = first_row; first < last_row; first += block) {
         int last = first + block < last_row ? first + block : last_row, o;
@@ -93,7 +93,9 @@ static void some_rows(int n, int I, int first_row, int last_row, const float *w,
             case 1: WALK(6, 1) t += 1; break;
             case 2: WALK(4, 2) t += 2; break;
             case 3: WALK(3, 3) t += 3; break;
-            default: WALK(3, 4) t += 4;
+            case 5: WALK(2, 5) t += 5; break;
+            case 4: case 7: case 8: WALK(3, 4) t += 4; break;
+            default: WALK(2, 6) t += 6;
             }
         }
     }
@@ -142,7 +144,7 @@ static void act(int from, int to, int M, int gated, float *h) {
         store(h + i, gated ? s * load(h + M + i) : s);
     }
     for (; i < to; i++) {
-        float s = h[i] / (1.0f + total(vexp(all(-h[i]))) / 8.0f);
+        float s = h[i] / (1.0f + vexp(all(-h[i]))[0]);
         h[i] = gated ? s * h[M + i] : s;
     }
 }
@@ -198,25 +200,43 @@ static void turn(const Block *b, const float *cos, const float *sin, float *head
     }
 }
 
+/* A query against n keys (n, D), n being 1 or 4: several sums at a time, because one has to wait for itself. */
+static inline __attribute__((always_inline)) void dots(int n, int D, const float *query, const float *keys, float scale, float *score) {
+    v8 acc[4] = {all(0), all(0), all(0), all(0)};
+    int i = 0;
+    for (; i + 8 <= D; i += 8) {
+        v8 q = load(query + i);
+        for (int k = 0; k < n; k++) acc[k] = fma8(q, load(keys + k * D + i), acc[k]);
+    }
+    for (int k = 0; k < n; k++) {
+        float s = total(acc[k]);
+        for (int j = i; j < D; j++) s += query[j] * keys[k * D + j];
+        score[k] = s * scale;
+    }
+}
+
 /* One query against keys and values (end, D). */
 static void look(int D, int end, const float *query, const float *keys, const float *values, float *score, float *y) {
     float scale = 1.0f / sqrtf((float)D), top = -INFINITY, mass;
-    for (int p = 0; p < end; p++) {
-        const float *key = keys + (long)p * D;
-        v8 acc = all(0);
-        int i = 0;
-        for (; i + 8 <= D; i += 8) acc = fma8(load(query + i), load(key + i), acc);
-        float s = total(acc);
-        for (; i < D; i++) s += query[i] * key[i];
-        score[p] = s * scale;
-        top = score[p] > top ? score[p] : top;
-    }
     int p = 0, i = 0;
+    for (; p + 4 <= end; p += 4) dots(4, D, query, keys + (long)p * D, scale, score + p);
+    for (; p < end; p++) dots(1, D, query, keys + (long)p * D, scale, score + p);
+    for (p = 0; p < end; p++) top = score[p] > top ? score[p] : top;
     v8 sum = all(0);
-    for (; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - all(top)); store(score + p, e); sum += e; }
+    for (p = 0; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - all(top)); store(score + p, e); sum += e; }
     mass = total(sum);
     for (; p < end; p++) { score[p] = vexp(all(score[p] - top))[0]; mass += score[p]; }
     v8 each = all(1.0f / mass);
+    for (; i + 64 <= D; i += 64) {
+        v8 acc[8];
+        for (int j = 0; j < 8; j++) acc[j] = all(0);
+        for (p = 0; p < end; p++) {
+            const float *at = values + (long)p * D + i;
+            v8 weight = all(score[p]);
+            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(at + 8 * j), acc[j]);
+        }
+        for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * each);
+    }
     for (; i + 32 <= D; i += 32) {
         v8 a = all(0), b = all(0), c = all(0), d = all(0);
         for (p = 0; p < end; p++) {
@@ -232,6 +252,93 @@ static void look(int D, int end, const float *query, const float *keys, const fl
         for (p = 0; p < end; p++) a += score[p] * values[(long)p * D + i];
         y[i] = a * each[0];
     }
+}
+
+/* Attention of n rows of any sequences: rows store their keys and values, and each sees its sequence s = owner[t] up to its
+ * position. keys[s] and values[s] point at (J, room[s], D); q, k, v have row strides; scores holds threads * longest floats. */
+void attend(int threads, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row,
+            long v_row, const int64_t *owner, float **keys, float **values, const int64_t *room, const int64_t *position,
+            long longest, float *scores, float *out) {
+    TEAM
+    for (int t = part; t < n; t += parts)
+        for (int j = 0; j < J; j++) {
+            long s = owner[t], at = (j * room[s] + position[t]) * D;
+            memcpy(keys[s] + at, k + t * k_row + (long)j * D, D * sizeof(float));
+            memcpy(values[s] + at, v + t * v_row + (long)j * D, D * sizeof(float));
+        }
+    TOGETHER
+    for (int u = part; u < n * H; u += parts) {
+        int t = u / H, h = u % H;
+        long s = owner[t], head = (long)(h / (H / J)) * room[s] * D;
+        look(D, (int)position[t] + 1, q + t * q_row + (long)h * D, keys[s] + head, values[s] + head, scores + part * longest,
+             out + ((long)t * H + h) * D);
+    }
+    END
+}
+
+/* What a row wrote at `level` of keys and values (L, J, room, D) becomes what levels from .. to - 1 hold at its position. */
+void settle(int J, int D, long room, long position, long level, long from, long to, float *keys, float *values) {
+    long step = J * room * D;
+    for (int j = 0; j < J; j++) {
+        long at = (j * room + position) * D;
+        for (long l = from; l < to; l++) {
+            memcpy(keys + l * step + at, keys + level * step + at, D * sizeof(float));
+            memcpy(values + l * step + at, values + level * step + at, D * sizeof(float));
+        }
+    }
+}
+
+/* y = silu(x) for n rows of M, or silu(x[:M]) * x[M:] where x has 2 M columns; y may be x where it has M. */
+void silus(int threads, int n, int M, int gated, const float *x, float *y) {
+    int U = gated ? 2 * M : M;
+    TEAM
+    for (int t = part; t < n; t += parts) {
+        const float *in = x + (long)t * U;
+        float *out = y + (long)t * M;
+        int i = 0;
+        for (; i + 8 <= M; i += 8) {
+            v8 v = load(in + i), s = v / (all(1.0f) + vexp(-v));
+            store(out + i, gated ? s * load(in + M + i) : s);
+        }
+        for (; i < M; i++) {
+            float s = in[i] / (1.0f + vexp(all(-in[i]))[0]);
+            out[i] = gated ? s * in[M + i] : s;
+        }
+    }
+    END
+}
+
+/* y = norm(x) for n rows */
+void norms(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
+    TEAM
+    for (int t = part; t < n; t += parts) norm(C, x + (long)t * C, gain, eps, y + (long)t * C);
+    END
+}
+
+/* What rules compare, for n rows, in numbers (n, 4): ||step||, ||step - last||, ||last||, ||before||, where step is
+ * after - before; then `last` becomes the step. NaN in `last` gives NaN. */
+void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *numbers) {
+    TEAM
+    for (int t = part; t < n; t += parts) {
+        const float *b = before + (long)t * C, *a = after + (long)t * C;
+        float *l = last + (long)t * C;
+        v8 sums[4] = {all(0), all(0), all(0), all(0)};
+        float rest[4] = {0, 0, 0, 0};
+        int i = 0;
+        for (; i + 8 <= C; i += 8) {
+            v8 x = load(b + i), step = load(a + i) - x, old = load(l + i), turn = step - old;
+            sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(turn, turn, sums[1]);
+            sums[2] = fma8(old, old, sums[2]), sums[3] = fma8(x, x, sums[3]);
+            store(l + i, step);
+        }
+        for (; i < C; i++) {
+            float step = a[i] - b[i], turn = step - l[i];
+            rest[0] += step * step, rest[1] += turn * turn, rest[2] += l[i] * l[i], rest[3] += b[i] * b[i];
+            l[i] = step;
+        }
+        for (int j = 0; j < 4; j++) numbers[4 * t + j] = sqrtf(total(sums[j]) + rest[j]);
+    }
+    END
 }
 
 /* A block on n rows, each the only one of its sequence: its key and value are stored at its position, and it sees all up to there.

@@ -25,7 +25,15 @@ ROWS = 16
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
-_SIGNATURES = {"linear": [_INT] * 4 + [_PTR] * 4, "block": [_INT] * 2 + [_PTR] * 8 + [_LONG] + [_PTR] * 2}
+_SIGNATURES = {
+    "linear": [_INT] * 4 + [_PTR] * 4,
+    "silus": [_INT] * 4 + [_PTR] * 2,
+    "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
+    "norms": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
+    "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 5 + [_LONG] + [_PTR] * 2,
+    "measure": [_INT] * 3 + [_PTR] * 4,
+    "block": [_INT] * 2 + [_PTR] * 8 + [_LONG] + [_PTR] * 2,
+}
 
 
 class BlockWeights(ctypes.Structure):

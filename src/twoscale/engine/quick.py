@@ -27,13 +27,14 @@ from twoscale.engine.native import ROWS, BlockWeights, native
 from twoscale.engine.rows import RowAttention
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
-from twoscale.model.layers import Attend, Block, RMSNorm, Rope
+from twoscale.model.layers import MLP, Attend, Block, RMSNorm, Rope
 
 Kernels = Literal["auto", "packed", "plain"]
 
 # A packed call costs some 30 us more than a plain one, so small matrices are better off without; a single row needs a
 # larger one to pay, and with many rows both are alike (measured: 2 cores, AVX2).
 PAYS, PAYS_ALONE, MANY = 200_000, 1_000_000, 256
+PARALLEL = 16_384  # entries from which a second thread pays
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,11 +68,12 @@ class QuickLinear(nn.Module):
         self.native = native() if quick and kernels == "auto" and weight.is_contiguous() else None
         self.pays = quick and weight.numel() >= PAYS and can_pack()
         self.pays_alone = self.pays and weight.numel() >= PAYS_ALONE
+        self.few = ROWS // 2 if self.pays_alone else ROWS
         self.packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.numel() // self.columns
-        if self.native is not None and n <= ROWS:
+        if self.native is not None and n <= self.few:
             x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.rows)
             self.native.linear(
                 torch.get_num_threads(), n, self.columns, self.rows, x.data_ptr(), self.weight.data_ptr(), None, y.data_ptr()
@@ -95,18 +97,40 @@ class QuickAdapter(nn.Module):
 
 
 class QuickNorm(nn.Module):
-    """RMSNorm in four operations: x / sqrt(||x||^2 + C eps) * (sqrt(C) gain)."""
+    """RMSNorm in one C call, or in four operations: x / sqrt(||x||^2 + C eps) * (sqrt(C) gain)."""
 
-    def __init__(self, norm: RMSNorm) -> None:
+    def __init__(self, norm: RMSNorm, library: Any | None) -> None:
         super().__init__()
         width = norm.weight.shape[0]
         self.gain = norm.weight.detach().float() * math.sqrt(width)
+        self.weight, self.eps, self.library = norm.weight.detach(), norm.eps, library
         self.floor = torch.tensor(math.sqrt(width * norm.eps), device=norm.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.library is not None and x.dtype == torch.float32:
+            x, y, C = x.contiguous(), torch.empty_like(x), x.shape[-1]
+            threads = torch.get_num_threads() if x.numel() > PARALLEL else 1
+            self.library.norms(threads, x.numel() // C, C, x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr())
+            return y
         x32 = x.float()
         length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
         return (x32 / torch.hypot(length, self.floor)).mul_(self.gain).type_as(x)
+
+
+class QuickMLP(nn.Module):
+    """An MLP whose activation is one C call."""
+
+    def __init__(self, mlp: MLP, up: nn.Module, down: nn.Module, library: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.gated, self.library = up, down, mlp.gated, library
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.up(x).contiguous()
+        M = h.shape[-1] // 2 if self.gated else h.shape[-1]
+        y = h.new_empty(*h.shape[:-1], M) if self.gated else h
+        threads = torch.get_num_threads() if h.numel() > PARALLEL else 1
+        self.library.silus(threads, y.numel() // M, M, self.gated, h.data_ptr(), y.data_ptr())
+        return cast(Tensor, self.down(y))
 
 
 class QuickBlock(nn.Module):
@@ -153,6 +177,11 @@ def quicken(model: LoopedGPT, kernels: Kernels = "auto") -> LoopedGPT:
     return made[kernels][1]
 
 
+def library_of(model: LoopedGPT) -> Any | None:
+    """The C kernels, if this is a copy that uses them."""
+    return next((block.library for block in model.blocks() if isinstance(block, QuickBlock)), None)
+
+
 _MADE: WeakKeyDictionary[LoopedGPT, dict[str, tuple[list[tuple[int, int]], LoopedGPT]]] = WeakKeyDictionary()
 
 
@@ -174,7 +203,9 @@ def _quick(model: LoopedGPT, kernels: Kernels) -> LoopedGPT:
             elif isinstance(module, nn.Linear) and module.bias is None:
                 done[id(module)] = QuickLinear(module.weight, kernels)
             elif isinstance(module, RMSNorm):
-                done[id(module)] = QuickNorm(module)
+                done[id(module)] = QuickNorm(module, library)
+            elif isinstance(module, MLP) and library is not None:
+                done[id(module)] = QuickMLP(module, copy(module.up), copy(module.down), library)
             elif isinstance(module, Block) and library is not None:
                 done[id(module)] = QuickBlock(module, children(module), library)
             else:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,31 +51,47 @@ def part_of(sequence: int, cache: Cache, first: int, count: int) -> Part:
 class Rows:
     """Parts of sequences, one after the other; row tensors are stacked in this order."""
 
-    def __init__(self, parts: list[Part], positions: Tensor, tokens: Tensor, places: Tensor) -> None:
-        self.parts, self.positions, self.tokens = parts, positions, tokens
-        self.alone = len(parts) == len(positions) <= ROWS
+    def __init__(self, parts: list[Part], who: Tensor, library: Any | None = None) -> None:
+        """`who` is int64 (3, N): positions, tokens, and the places where the rows' results belong."""
+        self.parts, self.who, self.library = parts, who, library
+        self.positions, self.tokens, self.places = who.unbind()
+        self.n = who.shape[1]
+        self.alone = library is not None and len(parts) == self.n <= ROWS
         """Few rows, each the only one of its sequence: what the C kernels take."""
-        self.places = places
-        """int64 (N,): where the rows' results belong."""
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return self.n
 
     @property
     def k(self) -> Tensor:
         """Applications so far, (N,)."""
-        first = self.parts[0].k
-        if all(part.k == first for part in self.parts):
-            return torch.full_like(self.positions, first)
         return self._each([part.k for part in self.parts])
+
+    @property
+    def same_k(self) -> int | None:
+        """Applications so far where all rows have the same."""
+        first = self.parts[0].k
+        return first if len(self.parts) == 1 or all(part.k == first for part in self.parts) else None
+
+    def steps_of(self, rows: Tensor) -> Tensor:
+        """Applications so far of some rows, (n,)."""
+        same = self.same_k
+        return self.k[rows] if same is None else torch.full_like(rows, same)
 
     @cached_property
     def sequences(self) -> Tensor:
         return self._each([part.sequence for part in self.parts])
 
+    @cached_property
+    def owners(self) -> Tensor:
+        """The number of each row's part, (N,)."""
+        return self._each(list(range(len(self.parts))))
+
     def _each(self, values: list[int]) -> Tensor:
-        counts = torch.tensor([part.count for part in self.parts], device=self.positions.device)
-        return torch.tensor(values, device=self.positions.device).repeat_interleave(counts)
+        each = torch.tensor(values, device=self.who.device)
+        if len(values) == self.n:
+            return each
+        return each.repeat_interleave(torch.tensor([part.count for part in self.parts], device=self.who.device))
 
     def take(self, stay: Tensor) -> "Rows":
         """Only the rows of `stay`, ascending int64."""
@@ -84,12 +101,11 @@ class Rows:
                 parts.append(part)
             elif len(chosen):
                 parts.append(_some(part, self.positions[chosen]))
-        return Rows(parts, self.positions[stay], self.tokens[stay], self.places[stay])
+        return Rows(parts, self.who[:, stay], self.library)
 
     def join(self, others: "Rows") -> "Rows":
         """These rows, then the others."""
-        pairs = ((self.positions, others.positions), (self.tokens, others.tokens), (self.places, others.places))
-        return Rows(self.parts + others.parts, *(torch.cat(pair) for pair in pairs))
+        return Rows(self.parts + others.parts, torch.cat((self.who, others.who), dim=1), self.library)
 
     def leave(self, layers: range, gone: Tensor) -> None:
         """The rows of `gone`, ascending int64, have taken their last step in these layers; their keys and values stay visible."""
@@ -114,6 +130,8 @@ class Rows:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D)."""
+        if self.library is not None and not all(part.causal for part in self.parts):
+            return self._attend_native(layer, q, k, v)
         gqa = q.shape[2] != k.shape[2]
         outs, first = [], 0
         for part in self.parts:
@@ -136,6 +154,18 @@ class Rows:
                 outs.append(y.transpose(1, 2))
             first += n
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _attend_native(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same in one C call: no mask, no copies, and no row sees more keys than it needs."""
+        _, n, H, D = q.shape
+        keys, values = RowAttention(self, layer).addresses()
+        threads = torch.get_num_threads()
+        scores, out = q.new_empty(threads * self.longest), q.new_empty(1, n, H, D)
+        self.library.attend(  # type: ignore[union-attr]
+            threads, n, H, k.shape[2], D, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(1), k.stride(1), v.stride(1),
+            self.owners.data_ptr(), keys, values, self.rooms, self.positions.data_ptr(), self.longest, scores.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     @cached_property
     def longest(self) -> int:

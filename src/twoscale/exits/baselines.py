@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import Look, Rule, check_number
+from twoscale.exits.rule import Look, Numbers, Rule, check_number
 from twoscale.model.noise import fold, keyed_uniform
 
 
@@ -30,9 +30,9 @@ class RandomExit(Rule):
         return self._depth(look)
 
     def measure(self, look: Look) -> Tensor:
-        return self._depth(look) - look.rows.k
+        return self._depth(look) - look.k
 
-    def passes(self, value: Tensor) -> Tensor:
+    def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0
 
     def _depth(self, look: Look) -> Tensor:
@@ -79,7 +79,7 @@ class Oracle(Rule):
             shape = tuple(self.depths.shape[:2])
             raise UserError(f"Oracle: depths are known for {shape[0]} sequences of {shape[1]} tokens; it cannot go beyond its labels")
         depths = self.depths[b, t] if self.depths.dim() == 2 else self.depths[b, t, look.group]
-        return depths - look.rows.k
+        return depths - look.k
 
-    def passes(self, value: Tensor) -> Tensor:
+    def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import Look, Reading, Rule, Threshold, check_number
+from twoscale.exits.rule import Look, Numbers, Reading, Rule, Threshold, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class ArgmaxStable(Reads):
     def measure(self, look: Look) -> Tensor:
         return self._argmax(look) - look.last
 
-    def passes(self, value: Tensor) -> Tensor:
+    def passes(self, value: Numbers) -> Tensor | bool:
         return value == 0
 
     def _argmax(self, look: Look) -> Tensor:
@@ -122,5 +122,5 @@ class Confidence(Reads):
         best = self.log_probs(look).topk(2, dim=-1).values.exp()
         return best[..., 0] - best[..., 1]
 
-    def passes(self, value: Tensor) -> Tensor:
+    def passes(self, value: Numbers) -> Tensor | bool:
         return value > self.tau

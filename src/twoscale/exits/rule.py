@@ -17,7 +17,7 @@ Shapes: N tokens in one group, C width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, Protocol
@@ -26,8 +26,12 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.geometry.steps import length
 
 Reading = Literal["lens", "coda"]
+
+# (before, after, last step) (N, C) -> ||D||, ||D - last||, ||last||, ||before||; `last` becomes D
+Meter = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
 
 
 class Tokens(Protocol):
@@ -36,6 +40,10 @@ class Tokens(Protocol):
     @property
     def k(self) -> Tensor:
         """Applications of the group's map so far, int64 (N,)."""
+
+    @property
+    def same_k(self) -> int | None:
+        """The same as one number, where all rows have it."""
 
     @property
     def sequences(self) -> Tensor:
@@ -50,8 +58,15 @@ class Tokens(Protocol):
         """int64 (N,)."""
 
 
+Numbers = Tensor | float  # one for each token (N,), or a plain number where there is a single token or all have the same
+
+
 class Look:
-    """What a rule sees of N tokens after one more application of a group's map. States are fp32 (N, C)."""
+    """What a rule sees of N tokens after one more application of a group's map. States are fp32 (N, C).
+
+    The numbers that rules compare most are here by name; with a single token they are plain floats, so that a look costs
+    next to nothing beside the step.
+    """
 
     def __init__(
         self,
@@ -61,32 +76,67 @@ class Look:
         after: Tensor,
         last: Tensor,
         read: Callable[[Tensor, Reading | Literal["gate"]], Tensor],
+        numbers: Sequence[Numbers] | None = None,
     ) -> None:
-        self.group, self.rows, self.last, self._read = group, rows, last, read
-        self.before, self.after = before.float(), after.float()
+        self.group, self.rows, self.last, self._read, self.numbers = group, rows, last, read, numbers
+        self._before, self._after = before, after
 
     last: Tensor
     """What the rule remembered of these tokens one step ago; NaN at a token's first step."""
+
+    @property
+    def before(self) -> Tensor:
+        return self._before.float()
+
+    @property
+    def after(self) -> Tensor:
+        return self._after.float()
+
+    @property
+    def k(self) -> Tensor | int:
+        """Applications of the group's map so far: one number if all tokens have the same, else int64 (N,)."""
+        same = self.rows.same_k
+        return self.rows.k if same is None else same
 
     @cached_property
     def step(self) -> Tensor:
         """D = after - before."""
         return self.after - self.before
 
+    @property
+    def step_norm(self) -> Numbers:
+        """||D||."""
+        return length(self.step) if self.numbers is None else self.numbers[0]
+
+    @property
+    def acceleration(self) -> Numbers:
+        """||D - the step before||, for a rule that follows steps."""
+        return length(self.step - self.last) if self.numbers is None else self.numbers[1]
+
+    @property
+    def last_step_norm(self) -> Numbers:
+        """The length of the step before, for a rule that follows steps."""
+        return length(self.last.expand_as(self.step)) if self.numbers is None else self.numbers[2]
+
+    @property
+    def state_norm(self) -> Numbers:
+        """The length of the state that the step left."""
+        return length(self.before) if self.numbers is None else self.numbers[3]
+
     @cached_property
     def log_probs(self) -> Tensor:
         """What the model would say now, by closing norm and head on the state: log-probabilities (N, V)."""
-        return torch.log_softmax(self._read(self.after, "lens").float(), dim=-1)
+        return torch.log_softmax(self._read(self._after, "lens").float(), dim=-1)
 
     @cached_property
     def coda_log_probs(self) -> Tensor:
         """The same, with the layers after the last group run on the state first."""
-        return torch.log_softmax(self._read(self.after, "coda").float(), dim=-1)
+        return torch.log_softmax(self._read(self._after, "coda").float(), dim=-1)
 
     @cached_property
     def gate(self) -> Tensor:
         """How likely the group's learned gate makes it that the token leaves now: (N,)."""
-        return self._read(self.after, "gate").float()
+        return self._read(self._after, "gate").float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +150,8 @@ class Rule:
     keep: Literal["newest", "printed"] = "newest"
     """The state that a leaving token takes along: the one it has just computed, or the one before, as the paper prints."""
 
+    follows_steps: ClassVar[bool] = False
+    """Whether the rule compares steps by the numbers of `Look`; the step is then remembered for it."""
     token_by_token: ClassVar[bool] = False
     """Whether tokens of one sequence must be finished one after the other (a rule that reads through the coda)."""
 
@@ -111,12 +163,12 @@ class Rule:
         if self.keep not in ("newest", "printed"):
             raise UserError(f"{type(self).__name__}: keep = {self.keep!r}, choose newest or printed")
 
-    def measure(self, look: Look) -> Tensor:
-        """One number for each token, (N,); NaN where there is nothing to compare yet."""
+    def measure(self, look: Look) -> Numbers:
+        """One number for each token, (N,), or one for all; NaN where there is nothing to compare yet."""
         raise NotImplementedError
 
-    def passes(self, value: Tensor) -> Tensor:
-        """Which numbers speak for leaving: bools (N,). NaN must not."""
+    def passes(self, value: Numbers) -> Tensor | bool:
+        """Which numbers speak for leaving: bools (N,), or one for all. NaN must not."""
         raise NotImplementedError
 
     def remember(self, look: Look) -> Tensor | None:
@@ -134,7 +186,7 @@ class Threshold(Rule):
         super().__post_init__()
         check_number(self, "tau", 0.0, math.inf)
 
-    def passes(self, value: Tensor) -> Tensor:
+    def passes(self, value: Numbers) -> Tensor | bool:
         return value < self.tau
 
 
@@ -148,28 +200,37 @@ def check_number(rule: Rule, name: str, low: float, high: float) -> None:
 class Watch:
     """A rule at work in one group: what it remembers of each token, and how often each has passed in a row."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, meter: Meter | None = None) -> None:
         self.rule = rule
-        self.last = torch.tensor(math.nan)
-        self.streak: Tensor | None = None
+        self.meter = meter if rule.follows_steps else None
+        self.last, self.first = torch.tensor(math.nan), True
+        self.streak: Tensor | int = 0
 
-    def __call__(self, look: Look) -> Tensor:
-        """Which of the tokens leave: bools (N,)."""
+    def look(self, group: int, rows: Tokens, before: Tensor, after: Tensor, read: Callable[..., Tensor]) -> Tensor | bool:
+        """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all."""
+        if self.meter is None:
+            return self(Look(group, rows, before, after, self.last, read))
+        if self.first:
+            self.last, self.first = torch.full_like(before, math.nan), False
+        return self(Look(group, rows, before, after, self.last, read, self.meter(before, after, self.last)))
+
+    def __call__(self, look: Look) -> Tensor | bool:
         rule = self.rule
         passed = rule.passes(rule.measure(look))
-        remembered = rule.remember(look)
-        if remembered is not None:
-            self.last = remembered
+        if self.meter is None:  # which keeps the steps itself
+            remembered = look.step if rule.follows_steps else rule.remember(look)
+            if remembered is not None:
+                self.last = remembered
         if rule.hits > 1:
-            self.streak = passed.long() if self.streak is None else (self.streak + 1) * passed
+            self.streak = (self.streak + 1) * passed
             passed = self.streak >= rule.hits
-        return passed & (look.rows.k >= rule.min_steps) if rule.min_steps > 1 else passed
+        return passed & (look.k >= rule.min_steps) if rule.min_steps > 1 else passed
 
     def take(self, rows: Tensor) -> None:
         """Only these rows (int64) stay."""
         if self.last.dim():
             self.last = self.last[rows]
-        if self.streak is not None:
+        if isinstance(self.streak, Tensor) and self.streak.dim():
             self.streak = self.streak[rows]
 
     def admit(self, there: int, new: int) -> None:
@@ -177,5 +238,5 @@ class Watch:
         if self.last.dim():
             assert len(self.last) == there
             self.last = torch.cat((self.last, self.last.new_full((new, *self.last.shape[1:]), math.nan)))
-        if self.streak is not None:
-            self.streak = torch.cat((self.streak, self.streak.new_zeros(new)))
+        streak = torch.as_tensor(self.streak, device=self.last.device).expand(there)
+        self.streak = torch.cat((streak, streak.new_zeros(new)))

@@ -1,13 +1,13 @@
 """Rules that look at states alone; they never touch the head."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import Look, Rule, Threshold, check_number
+from twoscale.exits.rule import Look, Numbers, Rule, Threshold, check_number
 from twoscale.geometry.steps import EPS, beside, length
 
 
@@ -17,9 +17,10 @@ class StepNorm(Threshold):
 
     relative: bool = False
 
-    def measure(self, look: Look) -> Tensor:
-        norm = length(look.step)
-        return beside(norm, length(look.before)) if self.relative else norm
+    follows_steps: ClassVar[bool] = True
+
+    def measure(self, look: Look) -> Numbers:
+        return beside(look.step_norm, look.state_norm) if self.relative else look.step_norm
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Acceleration(Threshold):
     """
 
     normalize: Literal["steps", "state"] | None = None
+    follows_steps: ClassVar[bool] = True
     hits: int = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -37,14 +39,10 @@ class Acceleration(Threshold):
         if self.normalize not in (None, "steps", "state"):
             raise UserError(f"Acceleration: normalize = {self.normalize!r}, choose None, 'steps' or 'state'")
 
-    def remember(self, look: Look) -> Tensor:
-        return look.step
-
-    def measure(self, look: Look) -> Tensor:
-        a = length(look.step - look.last)
+    def measure(self, look: Look) -> Numbers:
         if self.normalize == "steps":
-            return beside(a, length(look.step), length(look.last))
-        return beside(a, length(look.before)) if self.normalize == "state" else a
+            return beside(look.acceleration, look.step_norm, look.last_step_norm)
+        return beside(look.acceleration, look.state_norm) if self.normalize == "state" else look.acceleration
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Gate(Rule):
     def measure(self, look: Look) -> Tensor:
         return 1 - self._staying(look)
 
-    def passes(self, value: Tensor) -> Tensor:
+    def passes(self, value: Numbers) -> Tensor | bool:
         return value >= self.q
 
     def _staying(self, look: Look) -> Tensor:
@@ -93,8 +91,8 @@ class Fixed(Rule):
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise UserError(f"Fixed: k = {self.k!r}, but it is a whole number of at least 1")
 
-    def measure(self, look: Look) -> Tensor:
-        return self.k - look.rows.k
+    def measure(self, look: Look) -> Numbers:
+        return self.k - look.k
 
-    def passes(self, value: Tensor) -> Tensor:
+    def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0

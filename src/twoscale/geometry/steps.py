@@ -6,7 +6,7 @@ Everything is computed in fp32 (fp64 stays fp64). What is not defined (a cosine 
 
 import math
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,8 +35,11 @@ def length(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
 
 
-def beside(norm: Tensor, *others: Tensor) -> Tensor:
-    """A norm beside other ones: norm / (their sum + eps)."""
+N = TypeVar("N", Tensor, Tensor | float)
+
+
+def beside(norm: N, *others: N) -> N:
+    """A norm beside other ones: norm / (their sum + eps). Plain numbers do too."""
     return norm / (sum(others) + EPS)
 
 

@@ -1,0 +1,230 @@
+"""`twoscale bench decode`: what a loop step costs against its matmuls alone, what rules cost, and what leaving early saves.
+
+Everything is measured in one run, interleaved, as medians. Weights and cached keys are random: only time is asked for.
+
+Shapes: N rows, C width.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twoscale import exits
+from twoscale.bench.timing import interleaved, timed
+from twoscale.config import ModelConfig
+from twoscale.engine import Engine, Loop, forward
+from twoscale.engine.cache import Cache, bytes_per_token
+from twoscale.engine.quick import Kernels, can_pack, pack, packed_linear
+from twoscale.engine.rows import Rows, part_of
+from twoscale.exits import Exit, Look, Rule
+from twoscale.exits.rule import Numbers
+from twoscale.model import LoopedGPT, LoopGroup
+
+HUGINN = ModelConfig(
+    vocab_size=512, block_size=512, n_layer=8, n_head=4, n_embd=256, groups=((2, 3, 4, 5),), qk_bias=True, positions="rotary",
+    rope_base=50_000.0, mlp="gated", mlp_hidden=704, group_norm="leave", share_group_norm=True, mean_loops=16,
+)  # fmt: skip
+"""Huginn's layout at 6.7M parameters: 2 layers, 4 looped, 2 layers."""
+
+
+@dataclass(frozen=True)
+class Spread(exits.Acceleration):
+    """Pays for acceleration and leaves after depths spread evenly over `least` .. `most`, as a trained model's tokens do."""
+
+    least: int = field(default=3, kw_only=True)
+    most: int = field(default=12, kw_only=True)
+
+    def measure(self, look: Look) -> Numbers:
+        super().measure(look)
+        parts = look.rows.parts  # type: ignore[attr-defined]
+        numbers = parts[0].sequence if len(parts) == 1 else look.rows.sequences
+        return self.least + (numbers * 7 + look.group * 3) % (self.most - self.least + 1) - look.k
+
+    def passes(self, value: Numbers) -> Tensor | bool:
+        return value <= 0
+
+
+class Steps:
+    """One token for each of `batch` sequences at a given context, ready to go through the loop groups again and again."""
+
+    def __init__(self, model: LoopedGPT, batch: int, context: int, loops: int, kernels: Kernels = "auto", exit: Exit | None = None) -> None:
+        self.engine = Engine(model, loops=loops, exit=exit, kernels=kernels)
+        self.caches = [filled(self.engine, context) for _ in range(batch)]
+        self.context, self.loops = context, loops
+        self.e = torch.randn(batch, model.config.n_embd)
+
+    @torch.inference_mode()
+    def loop(self, looks: list[float] | None = None) -> None:
+        """All groups, one after the other; nothing else. Into `looks` go the seconds that each look of the rule took."""
+        for stage, module in enumerate(self.engine.model.stages):
+            if isinstance(module, LoopGroup):
+                parts = [part_of(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
+                places = torch.arange(len(parts))
+                loop = Loop(self.engine, stage)
+                if looks is not None:
+                    assert loop.watch is not None
+                    loop.watch.look = _noted(loop.watch.look, looks)  # type: ignore[method-assign]
+                loop.admit(Rows(parts, torch.stack((torch.full_like(places, self.context), places, places)), self.engine.library), self.e)
+                while len(loop):
+                    loop.advance()
+
+    @torch.inference_mode()
+    def token(self, first: int = 0) -> None:
+        """One more token for every sequence, counted from `first`: all stages, the head and the choice; then it is forgotten."""
+        x, _ = self.engine.run([(b, cache, [b]) for b, cache in enumerate(self.caches, start=first)])
+        self.engine.model.head(x).argmax(dim=-1).tolist()
+        for cache in self.caches:
+            cache.length = self.context
+
+
+def filled(engine: Engine, context: int) -> Cache:
+    """A cache of `context` tokens, every level in place."""
+    cache = engine.open(context + 1)
+    cache.length = context
+    for layer in cache.layers:
+        layer.open_level(layer.most, context)
+        layer.keys.normal_()
+        layer.values.normal_()
+    return cache
+
+
+def floor(model: LoopedGPT, batch: int, loops: int) -> Callable[[], None]:
+    """Only the matmuls of the groups' steps: packed, in the same shapes and order."""
+    stages: list[list[tuple[Tensor, Tensor]]] = []
+    for group in model.groups:
+        weights: list[Any] = [] if group.adapter is None else [group.adapter.weight[:, : model.config.n_embd]]
+        block: Any
+        for block in group.blocks:
+            weights += [block.attn.qkv.weight, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight]
+        stages.append([(pack(w), torch.randn(batch, w.shape[1])) for w in weights])
+
+    @torch.inference_mode()
+    def work() -> None:
+        for stage in stages:
+            for _ in range(loops):
+                for packed, x in stage:
+                    packed_linear(x, packed)
+
+    return work
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """Median seconds of one loop step (the mean over groups) for a batch and a context."""
+
+    batch: int
+    context: int
+    auto: float
+    packed: float
+    plain: float
+    floor: float | None
+    """The matmuls alone; None where torch cannot pack."""
+
+
+def bench_steps(model: LoopedGPT, batch: int, context: int, loops: int, repeats: int) -> StepBench:
+    steps = {k: Steps(model, batch, context, loops, k) for k in ("auto", "packed", "plain")}  # type: ignore[arg-type]
+    works: dict[str, Callable[[], object]] = {k: s.loop for k, s in steps.items()}
+    if can_pack():
+        works["floor"] = floor(model, batch, loops)
+    seconds = interleaved(works, repeats)
+    each = {k: s / (loops * model.config.n_groups) for k, s in seconds.items()}
+    return StepBench(batch, context, each["auto"], each["packed"], each["plain"], each.get("floor"))
+
+
+def bench_rules(model: LoopedGPT, rules: Sequence[Rule], context: int, loops: int, repeats: int) -> dict[str, float]:
+    """Median seconds that one look of each rule takes for a single token, measured in its place between the steps, where
+    everything that it touches has been pushed out of the near caches by the weights."""
+    steps = {type(rule).__name__: Steps(model, 1, context, loops, exit=rule) for rule in rules}
+    looks: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, work in steps.items():
+            work.loop(looks[name])
+    return {name: median(seconds) for name, seconds in looks.items()}
+
+
+def _noted(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        started = time.perf_counter()
+        result = work(*args)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    return noted
+
+
+@dataclass(frozen=True)
+class ExitBench:
+    """What leaving early saves."""
+
+    saved_work: float
+    """Share of the loop work that one row saves with depths spread over 3 .. 12."""
+    saved_time: float
+    """Share of the loops' time that it saves."""
+    one_row: float
+    """Seconds for one token of one row, whole network."""
+    rows: float
+    """Seconds for one token of each of `batch` rows, whole network."""
+    rows_full: float
+    """The same with all 12 steps."""
+    batch: int = 16
+
+
+def bench_exits(model: LoopedGPT, batch: int, context: int, loops: int, repeats: int) -> ExitBench:
+    """Every figure is a median over rounds, each of which takes all its times token by token in turn."""
+    rule = Spread(1.0, most=loops)
+    full, bare, alone = (Steps(model, 1, context, n, exit=r) for n, r in ((loops, None), (1, None), (loops, rule)))
+    rows, rows_full = (Steps(model, batch, context, loops, exit=r) for r in (rule, None))
+    rounds = []
+    for i in range(1 + repeats):
+        spent = dict.fromkeys(("full", "bare", "one", "rows", "rows_full"), 0.0)
+        done = sum(alone.engine.work)
+        for b in range(batch):  # the single row takes each sequence's place in turn, so that it meets the same depths
+            spent["full"] += timed(full.token) / batch
+            spent["bare"] += timed(bare.token) / batch  # one step in every group: what is left is everything but the loops
+            spent["one"] += timed(lambda b=b: alone.token(b)) / batch  # type: ignore[misc]
+            if b % 4 == 0:
+                spent["rows"] += timed(rows.token) * 4 / batch
+                spent["rows_full"] += timed(rows_full.token) * 4 / batch
+        saved_work = 1 - (sum(alone.engine.work) - done) / (batch * loops * model.config.n_groups)
+        loop = (spent["full"] - spent["bare"]) * loops / (loops - 1)
+        if i:
+            rounds.append((saved_work, (spent["full"] - spent["one"]) / loop, spent["one"], spent["rows"], spent["rows_full"]))
+    work, time_, one, many, many_full = (median(r[j] for r in rounds) for j in range(5))
+    return ExitBench(work, time_, one, many, many_full, batch)
+
+
+@dataclass(frozen=True)
+class ParallelBench:
+    """Seconds of a teacher-forced pass."""
+
+    full: float
+    half: float
+    mean_steps: float
+
+
+def bench_parallel(model: LoopedGPT, sequences: int, loops: int, repeats: int) -> ParallelBench:
+    """The plain pass of all loops against one whose tokens take half of them on average."""
+    c = model.config
+    ids = torch.randint(0, c.vocab_size, (sequences, c.block_size), generator=torch.Generator().manual_seed(0))
+    rule = exits.RandomExit(loops / 2)
+    steps = forward(model, ids, exit=rule, loops=loops).steps
+    works = {"full": lambda: forward(model, ids, loops=loops), "half": lambda: forward(model, ids, exit=rule, loops=loops)}
+    seconds = interleaved(works, repeats, warm=1)
+    return ParallelBench(seconds["full"], seconds["half"], float(steps.double().mean()))
+
+
+def bench_token(model: LoopedGPT, context: int, loops: int, repeats: int) -> float:
+    """Seconds a token, batch 1, at a context."""
+    return interleaved({"token": Steps(model, 1, context, loops).token}, repeats)["token"]
+
+
+def cache_table(config: ModelConfig, loops: int) -> dict[str, int]:
+    """Bytes a token for each kind of cache; the first is a plain GPT of as many layers."""
+    counts = config.loops_for(loops)
+    plain = config.n_layer * 2 * config.kv_heads * config.head_dim * 4
+    return {"plain GPT": plain, **{kv: bytes_per_token(config, counts, kv) for kv in ("last", "ring:4", "exact")}}
