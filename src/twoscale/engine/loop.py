@@ -146,7 +146,8 @@ class Engine:
                 continue
             if len(left.places) == len(x):
                 return left.x, left.steps
-            out[left.places], steps[left.places] = left.x, left.steps
+            out.index_copy_(0, left.places, left.x)
+            steps.index_copy_(0, left.places, left.steps)
         return out, steps
 
     def start(self, group: int, e: Tensor, positions: Tensor) -> Tensor:
@@ -235,14 +236,15 @@ class Loop:
             after = torch.where(passed[:, None], before, after)
         gone = left.nonzero().flatten()
         rows.leave(self.layers, gone)
-        result = Left(rows.places[gone], self.group.leave(after[gone]), rows.steps_of(gone))
+        result = Left(rows.places[gone], self.group.leave(after.index_select(0, gone)), rows.steps_of(gone))
         if len(gone) == rows.n:
             self.rows = self.engine.no_rows
             return result
         stay = (~left).nonzero().flatten()
         if self.watch is not None:
             self.watch.take(stay)
-        self._hold(rows.take(stay), after[stay], None if self.injected is None else self.injected[stay])
+        injected = None if self.injected is None else self.injected.index_select(0, stay)
+        self._hold(rows.take(stay), after.index_select(0, stay), injected)
         return result
 
     @property

@@ -12,7 +12,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __FMA__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -22,7 +22,26 @@ typedef int32_t v8i __attribute__((vector_size(32)));
 static inline v8 load(const float *p) { v8 v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, v8 v) { memcpy(p, &v, sizeof v); }
 static inline v8 all(float x) { return (v8){x, x, x, x, x, x, x, x}; }
-static inline float total(v8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+static inline float total(v8 v) { /* ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)) */
+#ifdef __AVX__
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+#else
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#endif
+}
+/* Four sums at once, each ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). */
+static inline void totals(const v8 *v, float scale, float *s) {
+#ifdef __AVX__
+    __m256 t = _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[0], (__m256)v[1]), _mm256_hadd_ps((__m256)v[2], (__m256)v[3]));
+    _mm_storeu_ps(s, _mm_mul_ps(_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)), _mm_set1_ps(scale)));
+#else
+    for (int i = 0; i < 4; i++)
+        s[i] = (((v[i][0] + v[i][1]) + (v[i][2] + v[i][3])) + ((v[i][4] + v[i][5]) + (v[i][6] + v[i][7]))) * scale;
+#endif
+}
+
 static inline v8 pick(v8i mask, v8 a, v8 b) { return (v8)(((v8i)a & mask) | ((v8i)b & ~mask)); }
 
 /* a b + c. Said outright, because compilers fuse or part the two as they see fit in each loop, and then a row's last bits
@@ -200,62 +219,123 @@ static void turn(const Block *b, const float *cos, const float *sin, float *head
     }
 }
 
-/* A query against n keys (n, D), n being 1 or 4: several sums at a time, because one has to wait for itself. */
+/* What the last D % 8 channels add to a score. */
+static inline float tail(int D, const float *query, const float *key) {
+    float s = 0;
+    for (int j = D - D % 8; j < D; j++) s += query[j] * key[j];
+    return s;
+}
+
+/* A query against the n keys (n, D) from p on, n up to 4: several sums at a time, because one has to wait for itself. */
 static inline __attribute__((always_inline)) void dots(int n, int D, const float *query, const float *keys, float scale, float *score) {
     v8 acc[4] = {all(0), all(0), all(0), all(0)};
-    int i = 0;
-    for (; i + 8 <= D; i += 8) {
+    float sums[4];
+    for (int i = 0; i + 8 <= D; i += 8) {
         v8 q = load(query + i);
         for (int k = 0; k < n; k++) acc[k] = fma8(q, load(keys + k * D + i), acc[k]);
     }
-    for (int k = 0; k < n; k++) {
-        float s = total(acc[k]);
-        for (int j = i; j < D; j++) s += query[j] * keys[k * D + j];
-        score[k] = s * scale;
+    totals(acc, scale, sums);
+    for (int k = 0; k < n; k++) score[k] = D % 8 ? sums[k] + scale * tail(D, query, keys + k * D) : sums[k];
+}
+
+/* Scores (end) to weights that sum to 1 / the returned number. */
+static float soften(int end, float *score) {
+    float top = -INFINITY;
+    v8 sum = all(0);
+    int p = 0;
+    for (; p < end; p++) top = score[p] > top ? score[p] : top;
+    for (p = 0; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - all(top)); store(score + p, e); sum += e; }
+    float mass = total(sum);
+    for (; p < end; p++) { score[p] = vexp(all(score[p] - top))[0]; mass += score[p]; }
+    return 1.0f / mass;
+}
+
+/* y = each * sum over p of score[p] values[p], from `first` on; y holds what came before. */
+static void mix(int D, int first, int end, const float *score, const float *values, float each, float *y) {
+    int i = 0, p;
+    for (; i + 64 <= D; i += 64) {
+        v8 acc[8];
+        for (int j = 0; j < 8; j++) acc[j] = load(y + i + 8 * j);
+        for (p = first; p < end; p++) {
+            const float *at = values + (long)p * D + i;
+            v8 weight = all(score[p]);
+            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(at + 8 * j), acc[j]);
+        }
+        for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * all(each));
+    }
+    for (; i < D; i++) {
+        float acc = y[i];
+        for (p = first; p < end; p++) acc += score[p] * values[(long)p * D + i];
+        y[i] = acc * each;
     }
 }
 
 /* One query against keys and values (end, D). */
 static void look(int D, int end, const float *query, const float *keys, const float *values, float *score, float *y) {
-    float scale = 1.0f / sqrtf((float)D), top = -INFINITY, mass;
-    int p = 0, i = 0;
+    float scale = 1.0f / sqrtf((float)D);
+    int p = 0;
     for (; p + 4 <= end; p += 4) dots(4, D, query, keys + (long)p * D, scale, score + p);
     for (; p < end; p++) dots(1, D, query, keys + (long)p * D, scale, score + p);
-    for (p = 0; p < end; p++) top = score[p] > top ? score[p] : top;
-    v8 sum = all(0);
-    for (p = 0; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - all(top)); store(score + p, e); sum += e; }
-    mass = total(sum);
-    for (; p < end; p++) { score[p] = vexp(all(score[p] - top))[0]; mass += score[p]; }
-    v8 each = all(1.0f / mass);
-    for (; i + 64 <= D; i += 64) {
-        v8 acc[8];
-        for (int j = 0; j < 8; j++) acc[j] = all(0);
-        for (p = 0; p < end; p++) {
-            const float *at = values + (long)p * D + i;
-            v8 weight = all(score[p]);
-            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(at + 8 * j), acc[j]);
+    float each = soften(end, score);
+    memset(y, 0, D * sizeof(float));
+    mix(D, 0, end, score, values, each, y);
+}
+
+/* Two queries of one sequence, the second at a later position (first_end <= end): every key and value is loaded once for both,
+ * and each sum is taken in the same order as for one. */
+static void look_twice(int D, int first_end, int end, const float *a, const float *b, const float *keys, const float *values,
+                       float *score_a, float *score_b, float *y_a, float *y_b) {
+    float scale = 1.0f / sqrtf((float)D);
+    int p = 0, i = 0;
+    for (; p + 4 <= end; p += 4) {
+        const float *key = keys + (long)p * D;
+        v8 acc[2][4];
+        for (int k = 0; k < 4; k++) acc[0][k] = acc[1][k] = all(0);
+        for (i = 0; i + 8 <= D; i += 8) {
+            v8 q = load(a + i), r = load(b + i);
+            for (int k = 0; k < 4; k++) {
+                v8 x = load(key + k * D + i);
+                acc[0][k] = fma8(q, x, acc[0][k]), acc[1][k] = fma8(r, x, acc[1][k]);
+            }
         }
-        for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * each);
+        totals(acc[0], scale, score_a + p);
+        totals(acc[1], scale, score_b + p);
+        if (D % 8)
+            for (int k = 0; k < 4; k++)
+                score_a[p + k] += scale * tail(D, a, key + k * D), score_b[p + k] += scale * tail(D, b, key + k * D);
     }
-    for (; i + 32 <= D; i += 32) {
-        v8 a = all(0), b = all(0), c = all(0), d = all(0);
-        for (p = 0; p < end; p++) {
+    for (; p < end; p++) {
+        dots(1, D, a, keys + (long)p * D, scale, score_a + p);
+        dots(1, D, b, keys + (long)p * D, scale, score_b + p);
+    }
+    float each_a = soften(first_end, score_a), each_b = soften(end, score_b);
+    for (i = 0; i + 32 <= D; i += 32) {
+        v8 acc[2][4];
+        for (int j = 0; j < 4; j++) acc[0][j] = acc[1][j] = all(0);
+        for (p = 0; p < first_end; p++) {
             const float *at = values + (long)p * D + i;
-            v8 weight = all(score[p]);
-            a = fma8(weight, load(at), a), b = fma8(weight, load(at + 8), b);
-            c = fma8(weight, load(at + 16), c), d = fma8(weight, load(at + 24), d);
+            v8 w = all(score_a[p]), v = all(score_b[p]);
+            for (int j = 0; j < 4; j++) {
+                v8 x = load(at + 8 * j);
+                acc[0][j] = fma8(w, x, acc[0][j]), acc[1][j] = fma8(v, x, acc[1][j]);
+            }
         }
-        store(y + i, a * each), store(y + i + 8, b * each), store(y + i + 16, c * each), store(y + i + 24, d * each);
+        for (; p < end; p++)
+            for (int j = 0; j < 4; j++) acc[1][j] = fma8(all(score_b[p]), load(values + (long)p * D + i + 8 * j), acc[1][j]);
+        for (int j = 0; j < 4; j++) store(y_a + i + 8 * j, acc[0][j] * all(each_a)), store(y_b + i + 8 * j, acc[1][j] * all(each_b));
     }
     for (; i < D; i++) {
-        float a = 0;
-        for (p = 0; p < end; p++) a += score[p] * values[(long)p * D + i];
-        y[i] = a * each[0];
+        float s = 0, t = 0;
+        for (p = 0; p < end; p++) {
+            if (p < first_end) s += score_a[p] * values[(long)p * D + i];
+            t += score_b[p] * values[(long)p * D + i];
+        }
+        y_a[i] = s * each_a, y_b[i] = t * each_b;
     }
 }
 
 /* Attention of n rows of any sequences: rows store their keys and values, and each sees its sequence s = owner[t] up to its
- * position. keys[s] and values[s] point at (J, room[s], D); q, k, v have row strides; scores holds threads * longest floats. */
+ * position. keys[s] and values[s] point at (J, room[s], D); q, k, v have row strides; scores holds 2 * threads * longest floats. */
 void attend(int threads, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row,
             long v_row, const int64_t *owner, float **keys, float **values, const int64_t *room, const int64_t *position,
             long longest, float *scores, float *out) {
@@ -267,11 +347,20 @@ void attend(int threads, int n, int H, int J, int D, const float *q, const float
             memcpy(values[s] + at, v + t * v_row + (long)j * D, D * sizeof(float));
         }
     TOGETHER
-    for (int u = part; u < n * H; u += parts) {
-        int t = u / H, h = u % H;
-        long s = owner[t], head = (long)(h / (H / J)) * room[s] * D;
-        look(D, (int)position[t] + 1, q + t * q_row + (long)h * D, keys[s] + head, values[s] + head, scores + part * longest,
-             out + ((long)t * H + h) * D);
+    float *score = scores + 2 * part * longest;
+    for (int u = part; u < (n + 1) / 2 * H; u += parts) { /* two rows at a time, where they are of one sequence */
+        int h = u % H;
+        for (int t = u / H * 2; t < n && t < u / H * 2 + 2; t++) {
+            long s = owner[t], head = (long)(h / (H / J)) * room[s] * D;
+            const float *query = q + t * q_row + (long)h * D;
+            float *y = out + ((long)t * H + h) * D;
+            if (t % 2 == 0 && t + 1 < n && owner[t + 1] == s && position[t + 1] > position[t]) {
+                look_twice(D, (int)position[t] + 1, (int)position[t + 1] + 1, query, query + q_row, keys[s] + head, values[s] + head,
+                           score, score + longest, y, y + (long)H * D);
+                break;
+            }
+            look(D, (int)position[t] + 1, query, keys[s] + head, values[s] + head, score, y);
+        }
     }
     END
 }
@@ -312,6 +401,17 @@ void silus(int threads, int n, int M, int gated, const float *x, float *y) {
 void norms(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
     TEAM
     for (int t = part; t < n; t += parts) norm(C, x + (long)t * C, gain, eps, y + (long)t * C);
+    END
+}
+
+/* A branch comes home: out = n(x + y) or x + n(y), and where `next` is given, also y <- next(out), what the next branch reads. */
+void joins(int threads, int n, int C, int on_sum, const float *x, float *y, const float *gain, const float *next, float eps, float *out) {
+    TEAM
+    for (int t = part; t < n; t += parts) {
+        long at = (long)t * C;
+        join(C, on_sum, x + at, y + at, gain, eps, out + at);
+        if (next) norm(C, out + at, next, eps, y + at);
+    }
     END
 }
 

@@ -29,6 +29,7 @@ _SIGNATURES = {
     "linear": [_INT] * 4 + [_PTR] * 4,
     "silus": [_INT] * 4 + [_PTR] * 2,
     "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
+    "joins": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "norms": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 5 + [_LONG] + [_PTR] * 2,
     "measure": [_INT] * 3 + [_PTR] * 4,

@@ -86,21 +86,31 @@ def _leaving(
     # All tokens of a sequence are at the same step, so their newest keys and values are all that anybody needs.
     engine = Engine(model, loops=loops, exit=exit, kv="last", seed=seed)
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]
-    c = model.config
-    steps = torch.zeros(*tokens.shape, c.n_groups, dtype=torch.int64, device=engine.device)
-    states = torch.zeros(*tokens.shape, c.n_embd, device=engine.device)
     if not engine.token_by_token:
         feeds = [(b, engine.open(len(row)), row) for b, row in enumerate(rows)]
-        states[there], steps[there] = engine.run(feeds, None if start is None else [x.to(engine.device)[there] for x in start])
+        states, steps = engine.run(feeds, None if start is None else [x.to(engine.device)[there] for x in start])
     else:
         if max(lengths) >= LONG:
-            warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=3)
-        engine = Engine(model, loops=loops, exit=exit, seed=seed)
-        caches = [engine.open(len(row)) for row in rows]
-        for t in range(max(lengths)):
-            live = [b for b, n in enumerate(lengths) if t < n]
-            given = None if start is None else [x.to(engine.device)[live, t] for x in start]
-            states[live, t], steps[live, t] = engine.run([(b, caches[b], rows[b][t : t + 1]) for b in live], given)
-    logits = torch.zeros(*tokens.shape, c.vocab_size, device=engine.device)
-    logits[there] = engine.model.head(states[there]).float()
-    return logits, steps
+            warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=4)
+        states, steps = _one_by_one(Engine(model, loops=loops, exit=exit, seed=seed), rows, start)
+    logits = engine.model.head(states).float()
+    if bool(there.all()):
+        return logits.view(*tokens.shape, -1), steps.view(*tokens.shape, -1)
+    padded = [torch.zeros(*tokens.shape, x.shape[-1], dtype=x.dtype, device=x.device) for x in (logits, steps)]
+    padded[0][there], padded[1][there] = logits, steps
+    return padded[0], padded[1]
+
+
+def _one_by_one(engine: Engine, rows: list[list[int]], start: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Every sequence through the cache, one token a pass: states (N, C) and steps (N, G), sequence after sequence."""
+    caches = [engine.open(len(row)) for row in rows]
+    states: list[list[Tensor]] = [[] for _ in rows]
+    steps: list[list[Tensor]] = [[] for _ in rows]
+    for t in range(max(map(len, rows))):
+        live = [b for b, row in enumerate(rows) if t < len(row)]
+        given = None if start is None else [x.to(engine.device)[live, t] for x in start]
+        x, taken = engine.run([(b, caches[b], rows[b][t : t + 1]) for b in live], given)
+        for i, b in enumerate(live):
+            states[b].append(x[i])
+            steps[b].append(taken[i])
+    return torch.stack([x for row in states for x in row]), torch.stack([x for row in steps for x in row])

@@ -136,7 +136,7 @@ class QuickMLP(nn.Module):
 class QuickBlock(nn.Module):
     """A block whose rows go through one fused C call where each is the only one of its sequence; others go the ordinary way."""
 
-    def __init__(self, block: Block, ordinary: nn.Module, library: Any) -> None:
+    def __init__(self, block: Block, ordinary: Block, library: Any) -> None:
         super().__init__()
         self.ordinary, self.library = ordinary, library
         attn, mlp = block.attn, block.mlp
@@ -152,7 +152,7 @@ class QuickBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
         if not isinstance(attend, RowAttention) or not attend.rows.alone:
-            return cast(Tensor, self.ordinary(x, rope, attend))
+            return self._many(x, rope, attend)
         rows = attend.rows
         n, longest = len(rows), rows.longest
         x, out = x.contiguous(), torch.empty_like(x)
@@ -163,6 +163,17 @@ class QuickBlock(nn.Module):
             torch.get_num_threads(), n, self.address, x.data_ptr(), cos, sin, keys, values, rows.rooms, rows.positions.data_ptr(),
             longest, work.data_ptr(), out.data_ptr(),
         )  # fmt: skip
+        return out
+
+    def _many(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
+        """The same for many rows, or whole sequences: norms and sums in C, matmuls by torch."""
+        block, w, C = self.ordinary, self.weights, x.shape[-1]
+        x = x.contiguous()
+        n, threads = x.numel() // C, torch.get_num_threads() if x.numel() > PARALLEL else 1
+        y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
+        self.library.joins(threads, n, C, w.on_sum, x.data_ptr(), y.data_ptr(), w.gain2, w.gain3, w.eps, middle.data_ptr())
+        y = block.mlp(y)
+        self.library.joins(threads, n, C, w.on_sum, middle.data_ptr(), y.data_ptr(), w.gain4, None, w.eps, out.data_ptr())
         return out
 
 

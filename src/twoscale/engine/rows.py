@@ -160,7 +160,7 @@ class Rows:
         _, n, H, D = q.shape
         keys, values = RowAttention(self, layer).addresses()
         threads = torch.get_num_threads()
-        scores, out = q.new_empty(threads * self.longest), q.new_empty(1, n, H, D)
+        scores, out = q.new_empty(2 * threads * self.longest), q.new_empty(1, n, H, D)
         self.library.attend(  # type: ignore[union-attr]
             threads, n, H, k.shape[2], D, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(1), k.stride(1), v.stride(1),
             self.owners.data_ptr(), keys, values, self.rooms, self.positions.data_ptr(), self.longest, scores.data_ptr(), out.data_ptr(),

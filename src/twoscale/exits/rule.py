@@ -229,7 +229,7 @@ class Watch:
     def take(self, rows: Tensor) -> None:
         """Only these rows (int64) stay."""
         if self.last.dim():
-            self.last = self.last[rows]
+            self.last = self.last.index_select(0, rows)
         if isinstance(self.streak, Tensor) and self.streak.dim():
             self.streak = self.streak[rows]
 
