@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from twoscale import exits, geometry
     from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, UserError, presets
     from twoscale.engine import forward, generate
     from twoscale.interop import load
@@ -34,8 +35,10 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "UserError",
+    "exits",
     "forward",
     "generate",
+    "geometry",
     "load",
     "presets",
     "trace",
@@ -43,10 +46,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOMES and name not in ("exits", "geometry"):
         raise AttributeError(f"module 'twoscale' has no attribute {name!r}")
     if name == "presets":
         return importlib.import_module("twoscale.config.presets")
+    if name in ("exits", "geometry"):
+        return importlib.import_module(f"twoscale.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

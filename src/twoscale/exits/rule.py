@@ -19,7 +19,6 @@ Shapes: N tokens in one group, C width, V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -68,6 +67,8 @@ class Look:
     next to nothing beside the step.
     """
 
+    __slots__ = ("_after", "_before", "_kept", "_read", "group", "last", "numbers", "rows")
+
     def __init__(
         self,
         group: int,
@@ -79,10 +80,17 @@ class Look:
         numbers: Sequence[Numbers] | None = None,
     ) -> None:
         self.group, self.rows, self.last, self._read, self.numbers = group, rows, last, read, numbers
+        # `last` is what the rule remembered of these tokens one step ago; NaN at a token's first step.
         self._before, self._after = before, after
+        self._kept: dict[str, Tensor] | None = None
 
-    last: Tensor
-    """What the rule remembered of these tokens one step ago; NaN at a token's first step."""
+    def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What is computed when it is first asked for."""
+        if self._kept is None:
+            self._kept = {}
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     @property
     def before(self) -> Tensor:
@@ -98,10 +106,10 @@ class Look:
         same = self.rows.same_k
         return self.rows.k if same is None else same
 
-    @cached_property
+    @property
     def step(self) -> Tensor:
         """D = after - before."""
-        return self.after - self.before
+        return self._once("step", lambda: self.after - self.before)
 
     @property
     def step_norm(self) -> Numbers:
@@ -123,20 +131,20 @@ class Look:
         """The length of the state that the step left."""
         return length(self.before) if self.numbers is None else self.numbers[3]
 
-    @cached_property
+    @property
     def log_probs(self) -> Tensor:
         """What the model would say now, by closing norm and head on the state: log-probabilities (N, V)."""
-        return torch.log_softmax(self._read(self._after, "lens").float(), dim=-1)
+        return self._once("lens", lambda: torch.log_softmax(self._read(self._after, "lens").float(), dim=-1))
 
-    @cached_property
+    @property
     def coda_log_probs(self) -> Tensor:
         """The same, with the layers after the last group run on the state first."""
-        return torch.log_softmax(self._read(self._after, "coda").float(), dim=-1)
+        return self._once("coda", lambda: torch.log_softmax(self._read(self._after, "coda").float(), dim=-1))
 
-    @cached_property
+    @property
     def gate(self) -> Tensor:
         """How likely the group's learned gate makes it that the token leaves now: (N,)."""
-        return self._read(self._after, "gate").float()
+        return self._once("gate", lambda: self._read(self._after, "gate").float())
 
 
 @dataclass(frozen=True, kw_only=True)
