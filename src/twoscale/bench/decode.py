@@ -42,9 +42,12 @@ class Spread(exits.Acceleration):
 
     def measure(self, look: Look) -> Numbers:
         super().measure(look)
-        parts = look.rows.parts  # type: ignore[attr-defined]
-        numbers = parts[0].sequence if len(parts) == 1 else look.rows.sequences
-        return self.least + (numbers * 7 + look.group * 3) % (self.most - self.least + 1) - look.k
+        known = look.rows.__dict__  # the rows' depths are worked out once, so that only acceleration is paid for
+        if known.get("depths of") != look.group:
+            known["depths of"] = look.group
+            numbers = known["parts"][0].sequence if known["n"] == 1 else look.rows.sequences
+            known["depths"] = self.least + (numbers * 7 + look.group * 3) % (self.most - self.least + 1)
+        return known["depths"] - look.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0

@@ -74,26 +74,27 @@ static inline v8 vexp(v8 x) {
 }
 
 /* y[b * ldy + o] = sum_i w[o, i] x[b * ldx + i] for R rows of w and T rows of x. */
-#define TILE(R, T)                                                                                                   \
-    static void tile_##R##_##T(int I, const float *w, const float *x, long ldx, float *y, long ldy) {              \
-        v8 acc[R][T];                                                                                              \
-        for (int r = 0; r < R; r++)                                                                                \
-            for (int t = 0; t < T; t++) acc[r][t] = all(0);                                                        \
-        int i = 0;                                                                                                 \
-        for (; i + 8 <= I; i += 8) {                                                                               \
-            v8 ws[R];                                                                                              \
-            for (int r = 0; r < R; r++) ws[r] = load(w + (long)r * I + i);                                         \
-            for (int t = 0; t < T; t++) {                                                                          \
-                v8 xs = load(x + t * ldx + i);                                                                     \
-                for (int r = 0; r < R; r++) acc[r][t] = fma8(ws[r], xs, acc[r][t]);                                \
-            }                                                                                                      \
-        }                                                                                                          \
-        for (int r = 0; r < R; r++)                                                                                \
-            for (int t = 0; t < T; t++) {                                                                          \
-                float s = total(acc[r][t]);                                                                        \
-                for (int j = i; j < I; j++) s += w[(long)r * I + j] * x[t * ldx + j];                              \
-                y[t * ldy + r] = s;                                                                                \
-            }                                                                                                      \
+#define TILE(R, T)                                                                                                     \
+    static void tile_##R##_##T(int I, const float *w, const float *x, long ldx, float *y, long ldy) {                  \
+        v8 acc[(R * T + 3) / 4 * 4];                                                                                   \
+        float sums[(R * T + 3) / 4 * 4];                                                                               \
+        for (int j = 0; j < (R * T + 3) / 4 * 4; j++) acc[j] = all(0);                                                 \
+        int i = 0;                                                                                                     \
+        for (; i + 8 <= I; i += 8) {                                                                                   \
+            v8 ws[R];                                                                                                  \
+            for (int r = 0; r < R; r++) ws[r] = load(w + (long)r * I + i);                                             \
+            for (int t = 0; t < T; t++) {                                                                              \
+                v8 xs = load(x + t * ldx + i);                                                                         \
+                for (int r = 0; r < R; r++) acc[t * R + r] = fma8(ws[r], xs, acc[t * R + r]);                          \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int j = 0; j < R * T; j += 4) totals(acc + j, 1.0f, sums + j);                                            \
+        for (int t = 0; t < T; t++)                                                                                    \
+            for (int r = 0; r < R; r++) {                                                                              \
+                float s = sums[t * R + r];                                                                             \
+                for (int j = i; j < I; j++) s += w[(long)r * I + j] * x[t * ldx + j];                                  \
+                y[t * ldy + r] = s;                                                                                    \
+            }                                                                                                          \
     }
 TILE(6, 1) TILE(1, 1) TILE(4, 2) TILE(1, 2) TILE(3, 3) TILE(1, 3) TILE(3, 4) TILE(1, 4) TILE(2, 5) TILE(1, 5) TILE(2, 6) TILE(1, 6)
 

@@ -8,7 +8,7 @@ Shapes: N rows, H query heads, J key/value heads, D head width.
 
 import ctypes
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -95,12 +95,15 @@ class Rows:
 
     def take(self, stay: Tensor) -> "Rows":
         """Only the rows of `stay`, ascending int64."""
-        parts = []
-        for part, chosen in self._pieces(stay):
-            if len(chosen) == part.count:
-                parts.append(part)
-            elif len(chosen):
-                parts.append(_some(part, self.positions[chosen]))
+        if len(self.parts) == self.n:
+            parts = [self.parts[i] for i in stay.tolist()]
+        else:
+            parts = []
+            for part, chosen in self._pieces(stay):
+                if len(chosen) == part.count:
+                    parts.append(part)
+                elif len(chosen):
+                    parts.append(_some(part, self.positions[chosen]))
         return Rows(parts, self.who[:, stay], self.library)
 
     def join(self, others: "Rows") -> "Rows":
@@ -109,11 +112,14 @@ class Rows:
 
     def leave(self, layers: range, gone: Tensor) -> None:
         """The rows of `gone`, ascending int64, have taken their last step in these layers; their keys and values stay visible."""
-        for part, chosen in self._pieces(gone):
-            if len(chosen):
-                at = part.at if len(chosen) == part.count else self.positions[chosen]
-                for layer in layers:
-                    part.cache.layers[layer].settle(part.k, at)
+        if len(self.parts) == self.n:
+            leaving: Iterable[tuple[Part, Place]] = ((self.parts[i], self.parts[i].at) for i in gone.tolist())
+        else:
+            pieces = ((part, chosen) for part, chosen in self._pieces(gone) if len(chosen))
+            leaving = ((part, part.at if len(chosen) == part.count else self.positions[chosen]) for part, chosen in pieces)
+        for part, at in leaving:
+            for layer in layers:
+                part.cache.layers[layer].settle(part.k, at)
 
     def _pieces(self, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """Each part and those of its rows that are among `rows`."""
