@@ -73,66 +73,69 @@ static inline v8 vexp(v8 x) {
     return p * (v8)scale;
 }
 
-/* y[b * ldy + o] = sum_i w[o, i] x[b * ldx + i] for R rows of w and T rows of x. */
-#define TILE(R, T)                                                                                                     \
-    static void tile_##R##_##T(int I, const float *w, const float *x, long ldx, float *y, long ldy) {                  \
-        v8 acc[(R * T + 3) / 4 * 4];                                                                                   \
-        float sums[(R * T + 3) / 4 * 4];                                                                               \
-        for (int j = 0; j < (R * T + 3) / 4 * 4; j++) acc[j] = all(0);                                                 \
-        int i = 0;                                                                                                     \
-        for (; i + 8 <= I; i += 8) {                                                                                   \
-            v8 ws[R];                                                                                                  \
-            for (int r = 0; r < R; r++) ws[r] = load(w + (long)r * I + i);                                             \
+/* Matrices come in panels of 16 outputs: w[o / 16][i][o % 16], the last one padded with zeros. A panel is taken CHUNK inputs at
+ * a time, which stay in the nearest cache while all rows pass; a sum is its chunks' sums, added in order. */
+#define PANEL 16
+#define CHUNK 256
+
+/* T rows of x against P panels, k inputs: y[t] (+)= x[t] w, for the first `wide` outputs. */
+#define MICRO(T, P)                                                                                                    \
+    static void micro_##T##_##P(int k, long panel, const float *w, const float *x, long ldx, float *y, long ldy, int wide, int more) { \
+        v8 acc[T][2 * P];                                                                                              \
+        for (int t = 0; t < T; t++)                                                                                    \
+            for (int j = 0; j < 2 * P; j++) acc[t][j] = all(0);                                                        \
+        for (int i = 0; i < k; i++) {                                                                                  \
+            v8 ws[2 * P];                                                                                              \
+            for (int j = 0; j < 2 * P; j++) ws[j] = load(w + j / 2 * panel + i * PANEL + j % 2 * 8);                   \
             for (int t = 0; t < T; t++) {                                                                              \
-                v8 xs = load(x + t * ldx + i);                                                                         \
-                for (int r = 0; r < R; r++) acc[t * R + r] = fma8(ws[r], xs, acc[t * R + r]);                          \
+                v8 xs = all(x[t * ldx + i]);                                                                           \
+                for (int j = 0; j < 2 * P; j++) acc[t][j] = fma8(ws[j], xs, acc[t][j]);                                \
             }                                                                                                          \
         }                                                                                                              \
-        for (int j = 0; j < R * T; j += 4) totals(acc + j, 1.0f, sums + j);                                            \
         for (int t = 0; t < T; t++)                                                                                    \
-            for (int r = 0; r < R; r++) {                                                                              \
-                float s = sums[t * R + r];                                                                             \
-                for (int j = i; j < I; j++) s += w[(long)r * I + j] * x[t * ldx + j];                                  \
-                y[t * ldy + r] = s;                                                                                    \
+            for (int j = 0; j < 2 * P; j++) {                                                                          \
+                float *at = y + t * ldy + 8 * j;                                                                       \
+                if (8 * j + 8 <= wide) store(at, more ? load(at) + acc[t][j] : acc[t][j]);                             \
+                else for (int o = 0; 8 * j + o < wide; o++) at[o] = more ? at[o] + acc[t][j][o] : acc[t][j][o];        \
             }                                                                                                          \
     }
-TILE(6, 1) TILE(1, 1) TILE(4, 2) TILE(1, 2) TILE(3, 3) TILE(1, 3) TILE(3, 4) TILE(1, 4) TILE(2, 5) TILE(1, 5) TILE(2, 6) TILE(1, 6)
+MICRO(1, 1) MICRO(1, 4) MICRO(2, 1) MICRO(2, 2) MICRO(3, 1) MICRO(4, 1) MICRO(5, 1) MICRO(6, 1)
 
-#define WALK(R, T)                                                                                                 \
-    for (o = first; o + R <= last; o += R) tile_##R##_##T(I, w + (long)o * I, x + t * ldx, ldx, y + t * ldy + o, ldy); \
-    for (; o < last; o++) tile_1_##T(I, w + (long)o * I, x + t * ldx, ldx, y + t * ldy + o, ldy);
+typedef void (*Micro)(int, long, const float *, const float *, long, float *, long, int, int);
 
-/* Output rows first_row .. last_row - 1 of a matrix for all n inputs, a block of weights at a time so that they stay near. */
-static void some_rows(int n, int I, int first_row, int last_row, const float *w, const float *x, long ldx, float *y, long ldy) {
-    int block = 32768 / I; /* an eighth of a megabyte */
-    block = block < 12 ? 12 : block - block % 12;
-    for (int first = first_row; first < last_row; first += block) {
-        int last = first + block < last_row ? first + block : last_row, o;
-        for (int t = 0; t < n; ) {
-            switch (n - t) {
-            case 1: WALK(6, 1) t += 1; break;
-            case 2: WALK(4, 2) t += 2; break;
-            case 3: WALK(3, 3) t += 3; break;
-            case 5: WALK(2, 5) t += 5; break;
-            case 4: case 7: case 8: WALK(3, 4) t += 4; break;
-            default: WALK(2, 6) t += 6;
+/* Panels first .. last - 1 of a matrix (O, I) for all n rows. */
+static void some_panels(int n, int I, int O, int first, int last, const float *w, const float *x, long ldx, float *y, long ldy) {
+    static const Micro one[7] = {0, micro_1_1, micro_2_1, micro_3_1, micro_4_1, micro_5_1, micro_6_1};
+    long panel = (long)I * PANEL;
+    int tiles = (n + 5) / 6, p = first;
+    while (p < last) {
+        int several = n == 1 ? 4 : n == 2 ? 2 : 1; /* few rows take several panels at a time, to have enough sums under way */
+        if (p + several > last || (p + several) * PANEL > O) several = 1;
+        Micro step = several == 4 ? micro_1_4 : several == 2 ? micro_2_2 : 0;
+        int wide = O - p * PANEL < several * PANEL ? O - p * PANEL : several * PANEL;
+        for (int i = 0; i < I; i += CHUNK) {
+            int k = I - i < CHUNK ? I - i : CHUNK;
+            for (int j = 0, t = 0; j < tiles; j++) {
+                int rows = (n - t) / (tiles - j);
+                (step ? step : one[rows])(k, panel, w + p * panel + (long)i * PANEL, x + t * ldx + i, ldx, y + t * ldy + p * PANEL, ldy, wide, i > 0);
+                t += rows;
             }
         }
+        p += several;
     }
 }
 
-static void share(int rows, int part, int parts, int *first, int *last) {
-    int each = (rows + parts - 1) / parts;
-    each = (each + 11) / 12 * 12;
-    *first = part * each < rows ? part * each : rows;
-    *last = *first + each < rows ? *first + each : rows;
+static void share(int all_of, int part, int parts, int *first, int *last) {
+    int each = (all_of + parts - 1) / parts;
+    *first = part * each < all_of ? part * each : all_of;
+    *last = *first + each < all_of ? *first + each : all_of;
 }
 
 #define MATRIX(n, I, O, w, x, ldx, y, ldy)                                                                         \
     do {                                                                                                           \
         int first_, last_;                                                                                         \
-        share(O, part, parts, &first_, &last_);                                                                    \
-        some_rows(n, I, first_, last_, w, x, ldx, y, ldy);                                                         \
+        share(((O) + PANEL - 1) / PANEL, part, parts, &first_, &last_);                                            \
+        some_panels(n, I, O, first_, last_, w, x, ldx, y, ldy);                                                    \
     } while (0)
 
 static void norm(int C, const float *x, const float *gain, float eps, float *y) {
@@ -187,15 +190,10 @@ int has_threads(void) {
 #endif
 }
 
-/* y = x w^T (+ add) */
-void linear(int threads, int n, int I, int O, const float *x, const float *w, const float *add, float *y) {
+/* y = x w^T, w in panels */
+void linear(int threads, int n, int I, int O, const float *x, const float *w, float *y) {
     TEAM
-    int first, last;
-    share(O, part, parts, &first, &last);
-    some_rows(n, I, first, last, w, x, I, y, O);
-    if (add)
-        for (int t = 0; t < n; t++)
-            for (int o = first; o < last; o++) y[(long)t * O + o] += add[(long)t * O + o];
+    MATRIX(n, I, O, w, x, I, y, O);
     END
 }
 
@@ -481,7 +479,8 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
     MATRIX(n, C, U, b->up, normed, C, hidden, U);
     TOGETHER
     int first, last;
-    share(M, part, parts, &first, &last);
+    share((M + 7) / 8, part, parts, &first, &last);
+    first *= 8, last = 8 * last < M ? 8 * last : M;
     for (int t = 0; t < n; t++) act(first, last, M, b->gated, hidden + (long)t * U);
     TOGETHER
     MATRIX(n, M, C, b->down, hidden, U, branch, C);

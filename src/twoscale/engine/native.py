@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 ROWS = 16
 """Up to so many rows the kernels are quicker than torch's operators (measured: 2 cores, AVX2, widths 256 and 768)."""
 
+PANEL = 16
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
-    "linear": [_INT] * 4 + [_PTR] * 4,
+    "linear": [_INT] * 4 + [_PTR] * 3,
     "silus": [_INT] * 4 + [_PTR] * 2,
     "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
     "joins": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
@@ -62,10 +64,19 @@ def native() -> Any | None:
         return None
 
 
+def panels(weight: Tensor) -> Tensor:
+    """A matrix (O, I) as the kernels want it: panels of 16 outputs (O / 16, I, 16), zeros after the last."""
+    weight = weight.detach()
+    O, I = weight.shape  # noqa: E741
+    padded = F.pad(weight, (0, 0, 0, -O % PANEL))
+    return padded.view(-1, PANEL, I).transpose(1, 2).contiguous()
+
+
 def _right(library: Any) -> bool:
     """Whether a small product comes out as torch has it."""
-    x, w, y = torch.linspace(-1, 1, 3 * 37).view(3, 37), torch.linspace(-2, 1, 13 * 37).view(13, 37), torch.empty(3, 13)
-    library.linear(torch.get_num_threads(), 3, 37, 13, x.data_ptr(), w.data_ptr(), None, y.data_ptr())
+    x, w, y = torch.linspace(-1, 1, 3 * 37).view(3, 37), torch.linspace(-2, 1, 19 * 37).view(19, 37), torch.empty(3, 19)
+    inside = panels(w)
+    library.linear(torch.get_num_threads(), 3, 37, 19, x.data_ptr(), inside.data_ptr(), y.data_ptr())
     return torch.allclose(y, F.linear(x, w), atol=1e-4)
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twoscale.config import UserError
-from twoscale.engine.native import ROWS, BlockWeights, native
+from twoscale.engine.native import ROWS, BlockWeights, native, panels
 from twoscale.engine.rows import RowAttention
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
@@ -68,16 +68,16 @@ class QuickLinear(nn.Module):
         self.native = native() if quick and kernels == "auto" and weight.is_contiguous() else None
         self.pays = quick and weight.numel() >= PAYS and can_pack()
         self.pays_alone = self.pays and weight.numel() >= PAYS_ALONE
-        self.few = ROWS // 2 if self.pays_alone else ROWS
         self.packed: Tensor | None = None
+        self.inside: Tensor | None = None  # for the C kernels
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.numel() // self.columns
-        if self.native is not None and n <= self.few:
+        if self.native is not None and n <= ROWS:
             x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.rows)
-            self.native.linear(
-                torch.get_num_threads(), n, self.columns, self.rows, x.data_ptr(), self.weight.data_ptr(), None, y.data_ptr()
-            )
+            if self.inside is None:
+                self.inside = panels(self.weight)
+            self.native.linear(torch.get_num_threads(), n, self.columns, self.rows, x.data_ptr(), self.inside.data_ptr(), y.data_ptr())
             return y
         if n <= MANY and (self.pays_alone or (self.pays and n > 1)):
             if self.packed is None:
@@ -138,42 +138,48 @@ class QuickBlock(nn.Module):
 
     def __init__(self, block: Block, ordinary: Block, library: Any) -> None:
         super().__init__()
-        self.ordinary, self.library = ordinary, library
+        self.block, self.ordinary, self.library = [block], ordinary, library  # in a list: it is not a child
+        self.on_sum, self.eps, self.heads = block.on_sum, block.norm1.eps, block.attn.heads
+        self.gains = [norm.weight.data_ptr() for norm in (block.norm2, block.norm3, block.norm4)]
+        self.address: int | None = None
+
+    def _open(self) -> int:
+        """Put the weights into panels and tell the kernel where everything lies; when few rows first come."""
+        block = self.block[0]
         attn, mlp = block.attn, block.mlp
-        C, H, J, D, M = attn.qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, mlp.down.in_features
-        bias = None if attn.qk_bias is None else attn.qk_bias.data_ptr()
-        rest = (attn.out, block.norm2, block.norm3, mlp.up, mlp.down, block.norm4)
-        self.weights = BlockWeights(
-            C, H, J, D, M, mlp.gated, block.on_sum, block.norm1.eps, block.norm1.weight.data_ptr(), attn.qkv.weight.data_ptr(), bias,
-            *(module.weight.data_ptr() for module in rest),
-        )  # fmt: skip
-        self.address = ctypes.addressof(self.weights)
-        self.heads, self.scratch = H, 3 * C + 2 * (H + J) * D + mlp.up.out_features
+        order: tuple[Any, ...] = (block.norm1, attn.qkv, attn.qk_bias, attn.out, block.norm2, block.norm3, mlp.up, mlp.down, block.norm4)
+        weights = [panels(m.weight) if isinstance(m, nn.Linear) else m.weight.detach() if isinstance(m, RMSNorm) else m for m in order]
+        sizes = (attn.qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, mlp.down.in_features)
+        places = (None if w is None else w.data_ptr() for w in weights)
+        self.inside = weights, BlockWeights(*sizes, mlp.gated, block.on_sum, self.eps, *places)
+        self.scratch = 3 * sizes[0] + 2 * (attn.heads + attn.kv_heads) * attn.head_dim + mlp.up.out_features
+        self.address = ctypes.addressof(self.inside[1])
+        return self.address
 
     def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
         if not isinstance(attend, RowAttention) or not attend.rows.alone:
             return self._many(x, rope, attend)
-        rows = attend.rows
+        rows, address = attend.rows, self.address or self._open()
         n, longest = len(rows), rows.longest
         x, out = x.contiguous(), torch.empty_like(x)
         work = torch.empty(n * (self.scratch + self.heads * longest))
         cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
         keys, values = attend.addresses()
         self.library.block(
-            torch.get_num_threads(), n, self.address, x.data_ptr(), cos, sin, keys, values, rows.rooms, rows.positions.data_ptr(),
+            torch.get_num_threads(), n, address, x.data_ptr(), cos, sin, keys, values, rows.rooms, rows.positions.data_ptr(),
             longest, work.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 
     def _many(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
         """The same for many rows, or whole sequences: norms and sums in C, matmuls by torch."""
-        block, w, C = self.ordinary, self.weights, x.shape[-1]
+        block, (gain2, gain3, gain4), C = self.ordinary, self.gains, x.shape[-1]
         x = x.contiguous()
         n, threads = x.numel() // C, torch.get_num_threads() if x.numel() > PARALLEL else 1
         y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
-        self.library.joins(threads, n, C, w.on_sum, x.data_ptr(), y.data_ptr(), w.gain2, w.gain3, w.eps, middle.data_ptr())
+        self.library.joins(threads, n, C, self.on_sum, x.data_ptr(), y.data_ptr(), gain2, gain3, self.eps, middle.data_ptr())
         y = block.mlp(y)
-        self.library.joins(threads, n, C, w.on_sum, middle.data_ptr(), y.data_ptr(), w.gain4, None, w.eps, out.data_ptr())
+        self.library.joins(threads, n, C, self.on_sum, middle.data_ptr(), y.data_ptr(), gain4, None, self.eps, out.data_ptr())
         return out
 
 
