@@ -54,7 +54,7 @@ def stops(rule: exits.Rule, states: Tensor, head: Tensor | None = None, gate: Te
             assert head is not None, "a rule on states must not touch the head"
             return x @ head.T
 
-        passed = watch(exits.Look(0, Who(states.shape[1], k), states[k - 1], states[k], watch.last, read))
+        passed = watch.look(0, Who(states.shape[1], k), states[k - 1], states[k], read)
         each = [passed] * len(left) if isinstance(passed, bool) else passed.tolist()
         left = [n or k * p for n, p in zip(left, each, strict=True)]
     return left

@@ -131,12 +131,14 @@ static void share(int all_of, int part, int parts, int *first, int *last) {
     *last = *first + each < all_of ? *first + each : all_of;
 }
 
-#define MATRIX(n, I, O, w, x, ldx, y, ldy)                                                                         \
-    do {                                                                                                           \
-        int first_, last_;                                                                                         \
-        share(((O) + PANEL - 1) / PANEL, part, parts, &first_, &last_);                                            \
-        some_panels(n, I, O, first_, last_, w, x, ldx, y, ldy);                                                    \
-    } while (0)
+/* A matrix shared among the threads, who take some panels at a time as they find time: a core that is held up holds up
+ * nobody. `next` counts the panels that are taken; it begins at 0. */
+#define GRAB 8
+static void matrix(int n, int I, int O, const float *w, const float *x, long ldx, float *y, long ldy, int *next) {
+    int panels = (O + PANEL - 1) / PANEL, first;
+    while ((first = __atomic_fetch_add(next, GRAB, __ATOMIC_RELAXED)) < panels)
+        some_panels(n, I, O, first, first + GRAB < panels ? first + GRAB : panels, w, x, ldx, y, ldy);
+}
 
 static void norm(int C, const float *x, const float *gain, float eps, float *y) {
     v8 sum = all(0);
@@ -192,8 +194,10 @@ int has_threads(void) {
 
 /* y = x w^T, w in panels */
 void linear(int threads, int n, int I, int O, const float *x, const float *w, float *y) {
+    int next = 0;
     TEAM
-    MATRIX(n, I, O, w, x, I, y, O);
+    (void)part, (void)parts;
+    matrix(n, I, O, w, x, I, y, O, &next);
     END
 }
 
@@ -448,11 +452,12 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
            const int64_t *room, const int64_t *position, long longest, float *work, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M, O = (H + 2 * J) * D, A = H * D, U = b->gated ? 2 * M : M;
     float *normed = work, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
+    int next[4] = {0, 0, 0, 0};
     float *attended = heads + (long)n * O, *scores = attended + (long)n * A, *hidden = scores + n * H * longest;
     TEAM
     for (int t = part; t < n; t += parts) norm(C, x + (long)t * C, b->gain1, b->eps, normed + (long)t * C);
     TOGETHER
-    MATRIX(n, C, O, b->qkv, normed, C, heads, O);
+    matrix(n, C, O, b->qkv, normed, C, heads, O, &next[0]);
     TOGETHER
     if (b->qk_bias || cos) {
         for (int t = part; t < n; t += parts) turn(b, cos ? cos + (long)t * D : 0, sin ? sin + (long)t * D : 0, heads + (long)t * O);
@@ -468,7 +473,7 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
             look(D, (int)position[t] + 1, row + h * D, ks, vs, scores + ((long)t * H + h) * longest, attended + (long)t * A + h * D);
     }
     TOGETHER
-    MATRIX(n, A, C, b->out, attended, A, branch, C);
+    matrix(n, A, C, b->out, attended, A, branch, C, &next[1]);
     TOGETHER
     for (int t = part; t < n; t += parts) {
         long at = (long)t * C;
@@ -476,14 +481,14 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
         norm(C, middle + at, b->gain3, b->eps, normed + at);
     }
     TOGETHER
-    MATRIX(n, C, U, b->up, normed, C, hidden, U);
+    matrix(n, C, U, b->up, normed, C, hidden, U, &next[2]);
     TOGETHER
     int first, last;
     share((M + 7) / 8, part, parts, &first, &last);
     first *= 8, last = 8 * last < M ? 8 * last : M;
     for (int t = 0; t < n; t++) act(first, last, M, b->gated, hidden + (long)t * U);
     TOGETHER
-    MATRIX(n, M, C, b->down, hidden, U, branch, C);
+    matrix(n, M, C, b->down, hidden, U, branch, C, &next[3]);
     TOGETHER
     for (int t = part; t < n; t += parts) {
         long at = (long)t * C;

@@ -216,16 +216,14 @@ class Watch:
 
     def look(self, group: int, rows: Tokens, before: Tensor, after: Tensor, read: Callable[..., Tensor]) -> Tensor | bool:
         """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all."""
-        if self.meter is None:
-            return self(Look(group, rows, before, after, self.last, read))
-        if self.first:
-            self.last, self.first = torch.full_like(before, math.nan), False
-        return self(Look(group, rows, before, after, self.last, read, self.meter(before, after, self.last)))
-
-    def __call__(self, look: Look) -> Tensor | bool:
-        rule = self.rule
+        rule, numbers = self.rule, None
+        if self.meter is not None:
+            if self.first:
+                self.last, self.first = torch.full_like(before, math.nan), False
+            numbers = self.meter(before, after, self.last)
+        look = Look(group, rows, before, after, self.last, read, numbers)
         passed = rule.passes(rule.measure(look))
-        if self.meter is None:  # which keeps the steps itself
+        if numbers is None:  # a meter keeps the steps itself
             remembered = look.step if rule.follows_steps else rule.remember(look)
             if remembered is not None:
                 self.last = remembered
