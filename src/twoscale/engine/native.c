@@ -162,15 +162,16 @@ static void join(int C, int on_sum, const float *x, const float *y, const float 
     }
 }
 
-static void act(int from, int to, int M, int gated, float *h) {
+/* Channels from .. to - 1 of silu(h[:M]), or silu(h[:M]) * h[M:]; y may be h. */
+static void act(int from, int to, int M, int gated, const float *h, float *y) {
     int i = from;
     for (; i + 8 <= to; i += 8) {
         v8 x = load(h + i), s = x / (all(1.0f) + vexp(-x));
-        store(h + i, gated ? s * load(h + M + i) : s);
+        store(y + i, gated ? s * load(h + M + i) : s);
     }
     for (; i < to; i++) {
         float s = h[i] / (1.0f + vexp(all(-h[i]))[0]);
-        h[i] = gated ? s * h[M + i] : s;
+        y[i] = gated ? s * h[M + i] : s;
     }
 }
 
@@ -384,19 +385,7 @@ void settle(int J, int D, long room, long position, long level, long from, long 
 void silus(int threads, int n, int M, int gated, const float *x, float *y) {
     int U = gated ? 2 * M : M;
     TEAM
-    for (int t = part; t < n; t += parts) {
-        const float *in = x + (long)t * U;
-        float *out = y + (long)t * M;
-        int i = 0;
-        for (; i + 8 <= M; i += 8) {
-            v8 v = load(in + i), s = v / (all(1.0f) + vexp(-v));
-            store(out + i, gated ? s * load(in + M + i) : s);
-        }
-        for (; i < M; i++) {
-            float s = in[i] / (1.0f + vexp(all(-in[i]))[0]);
-            out[i] = gated ? s * in[M + i] : s;
-        }
-    }
+    for (int t = part; t < n; t += parts) act(0, M, M, gated, x + (long)t * U, y + (long)t * M);
     END
 }
 
@@ -486,7 +475,7 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
     int first, last;
     share((M + 7) / 8, part, parts, &first, &last);
     first *= 8, last = 8 * last < M ? 8 * last : M;
-    for (int t = 0; t < n; t++) act(first, last, M, b->gated, hidden + (long)t * U);
+    for (int t = 0; t < n; t++) act(first, last, M, b->gated, hidden + (long)t * U, hidden + (long)t * U);
     TOGETHER
     matrix(n, M, C, b->down, hidden, U, branch, C, &next[3]);
     TOGETHER

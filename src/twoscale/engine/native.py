@@ -119,8 +119,8 @@ def _call(*words: str) -> None:
 
 def _folder() -> Path:
     """A folder that only this user can write to."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twoscale"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twoscale"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.stat()
         if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(root, os.W_OK):
