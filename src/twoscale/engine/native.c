@@ -185,14 +185,6 @@ static void act(int from, int to, int M, int gated, const float *h, float *y) {
 #endif
 #define END }
 
-int has_threads(void) {
-#ifdef _OPENMP
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 /* y = x w^T, w in panels */
 void linear(int threads, int n, int I, int O, const float *x, const float *w, float *y) {
     int next = 0;

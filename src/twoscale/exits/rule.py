@@ -8,7 +8,8 @@
             return look.step                                      # seen again one step later, as look.last
 
         def measure(self, look):
-            return torch.cosine_similarity(look.step, look.last)  # one number for each token; NaN: nothing to say yet
+            last = look.last.expand_as(look.step)                 # NaN at a token's first step: nothing to say yet
+            return torch.cosine_similarity(look.step, last, dim=-1)  # one number for each token
 
         def passes(self, value):
             return value < self.tau
@@ -159,7 +160,8 @@ class Rule:
     """The state that a leaving token takes along: the one it has just computed, or the one before, as the paper prints."""
 
     follows_steps: ClassVar[bool] = False
-    """Whether the rule compares steps by the numbers of `Look`; the step is then remembered for it."""
+    """Whether the rule compares steps by the numbers of `Look` (`acceleration`, `last_step_norm`); the step is then remembered
+    for it, and `look.last`, which may hold the new step already, is not for it to read."""
     token_by_token: ClassVar[bool] = False
     """Whether tokens of one sequence must be finished one after the other (a rule that reads through the coda)."""
 
