@@ -45,8 +45,8 @@ class Spread(exits.Acceleration):
         known = look.rows.__dict__  # the rows' depths are worked out once, so that only acceleration is paid for
         if known.get("depths of") != look.group:
             known["depths of"] = look.group
-            numbers = known["parts"][0].sequence if known["n"] == 1 else look.rows.sequences
-            known["depths"] = self.least + (numbers * 7 + look.group * 3) % (self.most - self.least + 1)
+            depths = [self.least + (part.sequence * 7 + look.group * 3) % (self.most - self.least + 1) for part in known["parts"]]
+            known["depths"] = depths[0] if len(depths) == 1 else torch.tensor(depths)
         return known["depths"] - look.k
 
     def passes(self, value: Numbers) -> Tensor | bool:

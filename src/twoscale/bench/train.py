@@ -12,7 +12,6 @@ import torch
 from twoscale.bench.timing import timed
 from twoscale.config import RunConfig
 from twoscale.data import prepare
-from twoscale.model import draw_loops
 from twoscale.model.flops import training_flops
 from twoscale.train.parallel import World
 from twoscale.train.trainer import Interrupts, Trainer
@@ -52,7 +51,7 @@ def bench_train(config: RunConfig, steps: int = 12) -> TrainBench:
             seconds = timed(lambda: trainer._step(Interrupts()), device)
             square = _matmul_seconds(device)
             if i >= WARM_UP:
-                loops = draw_loops(config.model, config.train.seed, trainer.progress.step - 1)
+                loops = trainer.loops_at(trainer.progress.step - 1)
                 tokens = config.train.batch_size * config.model.block_size
                 flops = [tokens * training_flops(config.model, config.model.block_size, loops, causal) for causal in (False, True)]
                 rates.append((flops[0] / seconds, flops[1] / seconds, tokens / seconds))

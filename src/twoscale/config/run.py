@@ -79,6 +79,8 @@ class TrainConfig:
     """Steps of linear warm-up."""
     min_lr_ratio: float = 0.1
     """The cosine ends at this share of the peak rate."""
+    loops_ramp: int = 0
+    """The mean number of loops grows from 1 to model.mean_loops over so many steps; early steps are then cheap."""
     seed: int = 0
     """Seeds the weights, the data order, the loop counts and the start states."""
     eval_interval: int = 1000
@@ -129,10 +131,15 @@ class TrainConfig:
         _range("min_lr_ratio", self.min_lr_ratio, 0, 1)
         _range("clip", self.clip, 0, 1e6)
         _range("seed", self.seed, 0, 2**31 - 1)
+        _range("loops_ramp", self.loops_ramp, 0, self.steps)
         _range("geometry_interval", self.geometry_interval, 0, 2**40)
         _range("geometry_loops", self.geometry_loops, 1, 1000)
         if not 0 <= self.warmup_steps <= self.steps:
             raise UserError(f"warmup_steps = {self.warmup_steps}: must lie between 0 and steps = {self.steps}")
+
+    def mean_loops(self, step: int, full: int) -> float:
+        """The mean number of loops at a step, where `full` is the model's own."""
+        return full if step >= self.loops_ramp else 1 + (full - 1) * step / self.loops_ramp
 
     def lr_scale(self, step: int) -> float:
         """The share of the peak rate at a step: linear warm-up, then cosine to min_lr_ratio."""

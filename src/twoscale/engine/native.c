@@ -78,7 +78,15 @@ static inline v8 vexp(v8 x) {
 #define PANEL 16
 #define CHUNK 256
 
-/* T rows of x against P panels, k inputs: y[t] (+)= x[t] w, for the first `wide` outputs. */
+/* Hold a vector in a register: left alone, the compiler loads a weight again for every row that meets it. */
+#ifdef __AVX__
+#define KEEP(v) __asm__("" : "+x"(v))
+#else
+#define KEEP(v) (void)(v)
+#endif
+
+/* T rows of x against P panels, k inputs: y[t] (+)= x[t] w, for the first `wide` outputs. With three rows or more there is time to
+ * ask for the next chunk meanwhile: the processor's own prefetching stops at every page, and the first tile would wait. */
 #define MICRO(T, P)                                                                                                    \
     static void micro_##T##_##P(int k, long panel, const float *w, const float *x, long ldx, float *y, long ldy, int wide, int more) { \
         v8 acc[T][2 * P];                                                                                              \
@@ -86,7 +94,9 @@ static inline v8 vexp(v8 x) {
             for (int j = 0; j < 2 * P; j++) acc[t][j] = all(0);                                                        \
         for (int i = 0; i < k; i++) {                                                                                  \
             v8 ws[2 * P];                                                                                              \
+            if (T > 2) __builtin_prefetch(w + (i + CHUNK) * PANEL, 0, 2);                                              \
             for (int j = 0; j < 2 * P; j++) ws[j] = load(w + j / 2 * panel + i * PANEL + j % 2 * 8);                   \
+            if (T > 1) for (int j = 0; j < 2 * P; j++) KEEP(ws[j]);                                                    \
             for (int t = 0; t < T; t++) {                                                                              \
                 v8 xs = all(x[t * ldx + i]);                                                                           \
                 for (int j = 0; j < 2 * P; j++) acc[t][j] = fma8(ws[j], xs, acc[t][j]);                                \

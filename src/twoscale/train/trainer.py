@@ -155,10 +155,15 @@ class Trainer:
         finished = self.progress.step >= c.steps
         return TrainResult(self.progress.step, finished, self.progress.val_loss, self.last_saved, interrupts.received)
 
+    def loops_at(self, step: int) -> tuple[int, ...]:
+        """The loops of each group at a step."""
+        c, model = self.config.train, self.config.model
+        return draw_loops(model, c.seed, step, c.mean_loops(step, model.mean_loops))
+
     def _step(self, interrupts: Interrupts) -> tuple[dict[str, object], bool]:
         """One optimizer step; returns its record and whether any process was asked to stop."""
         c, world, step = self.config.train, self.world, self.progress.step
-        loops = draw_loops(self.config.model, c.seed, step)
+        loops = self.loops_at(step)
         scale = set_rates(self.optimizers, c, step)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
