@@ -74,3 +74,12 @@ def test_public_names() -> None:
     assert twoscale.LoopedGPT(twoscale.presets.nano()).config == twoscale.presets.nano().model
     with pytest.raises(AttributeError):
         _ = twoscale.nothing
+
+
+def test_loops_grow() -> None:
+    """The mean number of loops rises in a line to the model's own, and stays."""
+    c = dataclasses.replace(presets.tiny().train, steps=100, loops_ramp=50)
+    assert [c.mean_loops(step, 9) for step in (0, 25, 50, 99)] == [1, 5, 9, 9]
+    assert dataclasses.replace(c, loops_ramp=0).mean_loops(0, 9) == 9
+    with pytest.raises(UserError, match="loops_ramp"):
+        dataclasses.replace(c, loops_ramp=101)
