@@ -7,9 +7,9 @@ import math
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -34,7 +34,7 @@ class GenerateArgs:
     max_new_tokens: int | None = None
     """How many tokens to write at most; by default 200, or as many as the context has room for."""
     exit: str | None = None
-    """Exit rule, as NAME:VALUE or NAME:VALUE,setting=value: acceleration:0.01, step-norm:1e-3, kl:1e-3,read=coda, fixed:4, ..."""
+    """Exit rule: `auto` as calibrated by `twoscale calibrate`, or NAME:VALUE or NAME:VALUE,setting=value: acceleration:0.01, step-norm:1e-3, kl:1e-3,read=coda, fixed:4, ..."""
     loops: tuple[int, ...] = ()
     """The most steps that a group may take: one number, or one for each group; by default the model's mean_loops."""
     kv: str = "exact"
@@ -63,6 +63,12 @@ def run(args: list[str]) -> int:
         raise UserError("the prompt is empty: give at least one character")
     if len(ids) > c.block_size:
         raise UserError(f"the prompt has {len(ids)} tokens, the model's context {c.block_size}: shorten it")
+    exit: Any = given.exit
+    if given.exit == "auto":
+        from twoscale.tradeoff.open import calibration_for
+
+        exit, most = calibration_for(given.run)
+        given = given if given.loops else replace(given, loops=(most,))
     loops = c.loops_for(given.loops if len(given.loops) > 1 else given.loops[0] if given.loops else None)
     color = given.color == "always" or (given.color == "auto" and sys.stdout.isatty())
     stream = Stream(tokenizer, "" if given.prompt == "-" else given.prompt, loops if color else ())
@@ -71,7 +77,7 @@ def run(args: list[str]) -> int:
         model,
         [ids],
         min(MOST, c.block_size - len(ids) + 1) if given.max_new_tokens is None else given.max_new_tokens,
-        exit=given.exit,
+        exit=exit,
         loops=loops,
         kv=given.kv,
         temperature=given.temperature,

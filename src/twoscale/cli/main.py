@@ -16,6 +16,8 @@ COMMANDS = {
     "prepare": "turn text into token shards",
     "train": "train a looped GPT, or go on with a run",
     "trace": "measure the geometry of a run's loops",
+    "sweep": "measure what every exit rule saves and costs, beside the baselines",
+    "calibrate": "find a threshold for each group, with a bound on what it costs",
     "generate": "write text, each token leaving the loops on its own",
     "report": "write RUN/report/index.html: figures, tables, the claims and their verdicts",
     "reproduce": "the main job in one folder: prepare, train, evaluate, trace, report; skips what is done",

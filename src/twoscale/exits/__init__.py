@@ -1,7 +1,8 @@
 """Exit rules: when a token may leave a loop group. All are frozen dataclasses; a rule of your own subclasses `Rule`."""
 
 from twoscale.exits.baselines import Oracle, RandomExit
-from twoscale.exits.choose import NAMES, Exit, parse, plan
+from twoscale.exits.choose import NAMES, Exit, parse, plan, spell
+from twoscale.exits.learned import Learned
 from twoscale.exits.logits import KL, ArgmaxStable, Confidence, Entropy, MinPKL
 from twoscale.exits.rule import Look, Rule, Threshold, Watch
 from twoscale.exits.states import Acceleration, Cosine, Fixed, Gate, StepNorm
@@ -17,6 +18,7 @@ __all__ = [
     "Exit",
     "Fixed",
     "Gate",
+    "Learned",
     "Look",
     "MinPKL",
     "Oracle",
@@ -27,4 +29,5 @@ __all__ = [
     "Watch",
     "parse",
     "plan",
+    "spell",
 ]

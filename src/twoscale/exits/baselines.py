@@ -1,5 +1,6 @@
 """Rules to beat: depths drawn at random, and depths chosen with the labels in hand."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,8 +37,8 @@ class RandomExit(Rule):
         return value <= 0
 
     def _depth(self, look: Look) -> Tensor:
-        known = look.last.dim() > 0
-        if known and not look.last.isnan().any():
+        known, k = look.last.dim() > 0, look.k
+        if known and ((isinstance(k, int) and k > 1) or not look.last.isnan().any()):
             return look.last
         place = look.rows.positions * 1_000_003 + look.rows.tokens
         uniform = keyed_uniform(fold(self.seed, look.group), place, 2)
@@ -53,20 +54,20 @@ class Oracle(Rule):
     """int64 (B, T), or (B, T, G) for one depth in each group."""
 
     @classmethod
-    def stay(cls, losses: Tensor, eps: float) -> "Oracle":
+    def stay(cls, losses: Tensor, eps: float, depths: Sequence[int] | None = None) -> "Oracle":
         """The fewest steps after which a token's loss stays within eps of the full run's.
 
-        losses (K, B, T) or (K, B, T, G): after 1 .. K steps; the last one is the full run's.
+        losses (K, B, T) or (K, B, T, G): after 1 .. K steps, or after as many as `depths` says, rising; the last is the full run's.
         """
         near = (losses - losses[-1]).abs() <= eps
         stays = near.flip(0).long().cumprod(dim=0).sum(dim=0)  # how many of the last entries are near, in one run
-        return cls(losses.shape[0] - stays + 1)
+        return cls(_steps(losses, depths)[losses.shape[0] - stays])
 
     @classmethod
-    def lagrange(cls, losses: Tensor, price: float) -> "Oracle":
+    def lagrange(cls, losses: Tensor, price: float, depths: Sequence[int] | None = None) -> "Oracle":
         """The depth that minimises loss + price x steps; the smaller one of equals."""
-        steps = torch.arange(1, losses.shape[0] + 1, device=losses.device).view(-1, *[1] * (losses.dim() - 1))
-        return cls((losses + price * steps).argmin(dim=0) + 1)
+        steps = _steps(losses, depths)
+        return cls(steps[(losses + price * steps.view(-1, *[1] * (losses.dim() - 1))).argmin(dim=0)])
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,3 +84,11 @@ class Oracle(Rule):
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0
+
+
+def _steps(losses: Tensor, depths: Sequence[int] | None) -> Tensor:
+    """How many steps each entry of a table stands for, int64 (K,)."""
+    steps = torch.arange(1, losses.shape[0] + 1) if depths is None else torch.tensor(list(depths))
+    if len(steps) != losses.shape[0] or not bool((steps.diff() > 0).all()):
+        raise UserError("Oracle: depths must rise, one for each entry of the table")
+    return steps.to(losses.device)

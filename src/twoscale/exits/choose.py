@@ -12,6 +12,7 @@ from typing import Any
 
 from twoscale.config import UserError
 from twoscale.exits.baselines import RandomExit
+from twoscale.exits.learned import Learned
 from twoscale.exits.logits import KL, ArgmaxStable, Confidence, Entropy, MinPKL
 from twoscale.exits.rule import Rule
 from twoscale.exits.states import Acceleration, Cosine, Fixed, Gate, StepNorm
@@ -26,6 +27,7 @@ NAMES: dict[str, type[Rule]] = {
     "cosine": Cosine,
     "confidence": Confidence,
     "gate": Gate,
+    "learned": Learned,
     "fixed": Fixed,
     "random": RandomExit,
 }
@@ -78,6 +80,26 @@ def parse(text: str) -> Rule:
     if missing:
         raise UserError(f"exit rule {text!r}: {missing[0]} is missing, write for example {name}:{2 if kind is Fixed else 0.01}")
     return kind(**settings)
+
+
+def spell(rule: Rule) -> str:
+    """The words that `parse` makes this rule of."""
+    kind = next((name for name, known in NAMES.items() if known is type(rule)), None)
+    if kind is None:
+        raise UserError(f"{type(rule).__name__} has no name on the command line")
+    main = main_setting(type(rule))
+    words: list[str] = []
+    for f in dataclasses.fields(rule):
+        value = getattr(rule, f.name)
+        if f.name == main:
+            words.insert(0, _word(value))
+        elif value != f.default:
+            words.append(f"{f.name}={_word(value)}")
+    return f"{kind}:{','.join(words)}"
+
+
+def _word(value: Any) -> str:
+    return repr(value) if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def main_setting(kind: type[Rule]) -> str:

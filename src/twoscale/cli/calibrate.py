@@ -1,0 +1,97 @@
+"""`twoscale calibrate RUN --max-dce 0.005`: a threshold for each group, with a bound on what it costs.
+
+twoscale calibrate runs/tiny --max-dce 0.01 --rule step-norm
+twoscale generate runs/tiny "The loop" --exit auto
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from twoscale.cli.parse import parse, say
+from twoscale.config import UserError
+
+
+@dataclass(frozen=True)
+class CalibrateArgs:
+    """Find thresholds for each group separately on one part of the held-out text and certify them on another; RUN/calibration.json."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    max_dce: float | None = None
+    """The loss may rise by so many nats a token at most (0.005 if nothing is asked for)."""
+    mean_steps: float | None = None
+    """Instead: so many steps a group on average."""
+    ms: float | None = None
+    """Instead: so many milliseconds a token, one sequence, on this machine."""
+    rule: str = "acceleration"
+    """The rule: its name, or NAME:VALUE,setting=value, of which the threshold is replaced; `learned` trains a controller first."""
+    delta: float = 0.05
+    """The chance that the bound does not hold."""
+    loops: int = 30
+    """The most steps that a group may take."""
+    windows: int = 48
+    """Held-out windows to certify on and to report on; a third as many are fitted on."""
+    checkpoint: str | None = None
+    """Which checkpoint (for example step-000120); the newest by default."""
+    data_dir: Path | None = None
+    """Shards to take the held-out text from; by default the run's own."""
+
+
+def run(args: list[str]) -> int:
+    result = calibrate_run(parse(CalibrateArgs, args, "twoscale calibrate"))
+    print(describe(result))
+    return 0
+
+
+def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
+    """Calibrate and write RUN/calibration.json."""
+    from twoscale import exits
+    from twoscale.config.files import write_json
+    from twoscale.tradeoff.calibrate import Calibration, Goal, Texts
+    from twoscale.tradeoff.controller import controller
+    from twoscale.tradeoff.open import open_run
+    from twoscale.tradeoff.summary import CALIBRATION
+
+    asked = (args.max_dce, args.mean_steps, args.ms)
+    goal = Goal(*asked) if any(value is not None for value in asked) else Goal(max_dce=0.005)
+    if args.windows < 1 or args.loops < 2:
+        raise UserError("--windows is at least 1, --loops at least 2")
+    named = args.rule.split(":")[0]
+    if named != "learned":
+        kind = exits.NAMES.get(named)
+        needs_value = kind is not None and ":" not in args.rule and "tau" in kind.__dataclass_fields__
+        rule = exits.parse(f"{args.rule}:0.01" if needs_value else args.rule)
+    opened = open_run(args.run, args.checkpoint, args.data_dir)
+    texts = Texts(opened.text("fit", max(1, args.windows // 3)), opened.text("certify", args.windows), opened.text("report", args.windows))
+    if named == "learned":
+        say("the controller is read or trained")
+        rule = controller(args.run, opened.model, texts.fit, args.loops, opened.about)
+    result = opened.about | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
+    write_json(args.run / CALIBRATION, result)
+    return result
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The result in a few lines."""
+    mine, single = result["report"]["calibrated"], result["report"]["single"]
+    goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in result["goal"].items())
+    lines = [f"{result['checkpoint']}, {result['rule']}, asked: {goal}"]
+    for g, rule in enumerate(result["rules"]):
+        lines.append(f"  group {g + 1}: {rule or 'all loops'}, {mine['steps'][g]:.2f} steps on average")
+    lines.append(
+        f"certified on {result['tokens']['certify']:,} tokens of {result['clusters']['certify']} {result['by']}: the loss rises by no more "
+        f"than {result['bound']:.4f} nats a token (confidence {1 - result['delta']:.0%})"
+    )
+    lines.append(
+        f"on unseen text: {mine['mean_steps']:.2f} steps, dCE {mine['dce']:+.4f} [{mine['dce_low']:+.4f}, {mine['dce_high']:+.4f}]; "
+        f"the best single threshold ({single['rule'] or 'none, all loops'}): {single['mean_steps']:.2f} steps, dCE {single['dce']:+.4f}"
+    )
+    r = result["report"]
+    word = "beats" if r["beats_single"] else "does not beat"
+    lines.append(f"it {word} the single threshold: {r['fewer_steps']:+.2f} fewer steps [{r['fewer_low']:+.2f}, {r['fewer_high']:+.2f}]")
+    if not any(result["rules"]):
+        lines.append("no setting could be certified, so every group runs all its loops: ask for less, or hold out more text")
+    return "\n".join(lines)

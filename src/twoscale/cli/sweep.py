@@ -1,0 +1,103 @@
+"""`twoscale sweep RUN`: what every exit rule saves and costs, beside fixed depths, random exits and two oracles.
+
+twoscale sweep runs/tiny
+torchrun --nproc-per-node 8 -m twoscale sweep runs/paper --rules step-norm kl acceleration entropy
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from twoscale.cli.parse import parse, say
+from twoscale.config import UserError
+
+if TYPE_CHECKING:
+    from twoscale.tradeoff.summary import Sweep
+
+
+@dataclass(frozen=True)
+class SweepArgs:
+    """Measure rules x thresholds and all baselines on held-out text; written to RUN/sweep.jsonl line by line, resumed after a kill."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    rules: tuple[str, ...] = ("step-norm", "kl", "acceleration")
+    """Rules to sweep over the thresholds; NAME:VALUE takes one setting as it is."""
+    taus: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+    """Thresholds; the first four are the paper's."""
+    loops: int = 30
+    """The most steps that a group may take: the full run."""
+    windows: int = 24
+    """Held-out windows to measure on."""
+    rounds: int = 9
+    """How often times are taken."""
+    controller: bool = True
+    """Train (once) and compare a learned controller, on documents that are not measured on."""
+    checkpoint: str | None = None
+    """Which checkpoint (for example step-000120); the newest by default."""
+    data_dir: Path | None = None
+    """Shards to take the held-out text from; by default the run's own."""
+
+
+def run(args: list[str]) -> int:
+    given = parse(SweepArgs, args, "twoscale sweep")
+    found = sweep_run(given)
+    if found is not None:
+        print(table(found))
+    return 0
+
+
+def sweep_run(args: SweepArgs) -> "Sweep | None":
+    """The sweep; None in all processes but the first."""
+    from twoscale.tradeoff.controller import controller
+    from twoscale.tradeoff.open import calibrated_exit, open_run
+    from twoscale.tradeoff.points import grid
+    from twoscale.tradeoff.sweep import Sweeper
+    from twoscale.train.parallel import open_world
+
+    if args.windows < 1 or args.rounds < 1 or args.loops < 2:
+        raise UserError("--windows and --rounds are at least 1, --loops at least 2")
+    if not args.taus or not all(0 <= tau < float("inf") for tau in args.taus):
+        raise UserError("--taus are numbers of at least 0")
+    with open_world() as world:
+        opened = open_run(args.run, args.checkpoint, args.data_dir, world.device)
+        text = opened.text("report", args.windows)
+        calibrated = calibrated_exit(args.run, opened.about, must=False)
+        learned, problem = None, None
+        if args.controller:
+            if world.main:
+                try:
+                    say("the controller is read or trained")
+                    controller(args.run, opened.model, opened.text("fit", args.windows), args.loops, opened.about)
+                except UserError as error:
+                    problem = str(error)
+            world.agree(problem)
+            learned = controller(args.run, opened.model, text, args.loops, opened.about)
+        points = grid(opened.model.config, args.loops, args.rules, args.taus, learned, calibrated)
+        sweeper = Sweeper(opened.model, text, args.loops, args.run / "sweep.jsonl", opened.about, world, args.rounds, args.windows)
+        found = sweeper.run(points, say)
+        return found if world.main else None
+
+
+def table(sweep: "Sweep") -> str:
+    """Every point on one line, curve by curve."""
+    head = sweep.header
+    lines = [
+        f"{head['checkpoint']}, {head['tokens']:,} held-out tokens of {head['clusters']} {head['by']}, at most {head['loops']} loops; "
+        "dCE against the full run with a 95 % interval",
+        f"{'point':<28}{'steps':>7}{'CE':>9}{'dCE':>9}  {'interval':<19}{'agree':>6}{'MFLOP':>8}{'ms':>8}",
+    ]
+    for p in sweep.points:
+        ms = f"{p['ms']:.2f}" if p.get("ms") is not None else "-"
+        between = f"{p['dce_low']:+.4f} {p['dce_high']:+.4f}"
+        cost = f"{p['agree']:6.1%}{p['flops'] / 1e6:8.2f}{ms:>8}"
+        lines.append(f"{p['id'][:27]:<28}{p['mean_steps']:7.2f}{p['ce']:9.4f}{p['dce']:+9.4f}  {between:<19}{cost}")
+    for family in dict.fromkeys(p["family"] for p in sweep.points if "hard" in p):
+        steps = [p["mean_steps"] for p in sweep.family(family)]
+        if len(steps) > 1 and min(steps) >= head["loops"] - 1e-9:
+            lines.append(f"{family}: no token left before the last step at any threshold; give larger ones with --taus")
+        elif len(steps) > 1 and max(steps) - min(steps) < 1e-9:
+            lines.append(f"{family}: every threshold gave the same steps; give others with --taus")
+    return "\n".join(lines)

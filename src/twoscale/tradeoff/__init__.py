@@ -1,0 +1,14 @@
+"""What leaving early saves and what it costs: sweeps, baselines, oracles, calibration, and a learned controller.
+
+| file        | what                                                                                  |
+|-------------|---------------------------------------------------------------------------------------|
+| text        | held-out text, cut by documents into parts to fit on, to certify on and to report on  |
+| stats       | intervals over documents, one-sided bounds, the Pareto front (numpy only)             |
+| answers     | losses, steps and choices of a model under a rule; counted FLOPs                      |
+| points      | what is compared: rules x thresholds, fixed depths, random exits, oracles             |
+| pace        | ms a token, batch 1, cached, interleaved                                              |
+| sweep       | `twoscale sweep`: all points into sweep.jsonl, line by line                           |
+| calibrate   | `twoscale calibrate`: thresholds for each group, with a bound on the loss             |
+| controller  | trains the heads of `exits.Learned`                                                   |
+| summary     | reads sweep.jsonl and calibration.json; no torch                                      |
+"""

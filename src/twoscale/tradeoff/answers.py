@@ -1,0 +1,123 @@
+"""What a model answers under a rule on given text: losses, steps and choices of every token, and what that costs.
+
+Shapes: N windows, T tokens, G groups, K the most steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twoscale import exits
+from twoscale.config import ModelConfig
+from twoscale.engine import forward
+from twoscale.exits import Exit
+from twoscale.exits.logits import Reads
+from twoscale.model import LoopedGPT
+from twoscale.model.flops import enter_flops, head_flops, layer_flops, step_flops
+from twoscale.tradeoff.stats import interval
+from twoscale.tradeoff.text import Text
+
+LOGITS = 1 << 25  # logits that are held at a time
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of every token: its loss, its steps, and the most likely next token."""
+
+    losses: Tensor
+    """fp64 (N, T), nats."""
+    steps: Tensor
+    """int64 (N, T, G)."""
+    choices: Tensor
+    """int64 (N, T)."""
+
+
+def answers(model: LoopedGPT, text: Text, exit: Exit | None, loops: int | Sequence[int]) -> Answers:
+    """One parallel pass over the text, some windows at a time."""
+    T, device = text.ids.shape[1], model.wte.weight.device
+    batch = max(1, min(16, LOGITS // (T * model.config.vocab_size)))
+    losses, steps, choices = [], [], []
+    for first in range(0, len(text.ids), batch):
+        rows = slice(first, first + batch)
+        rule = exits.Oracle(exit.depths[rows]) if isinstance(exit, exits.Oracle) else exit
+        out = forward(model, text.ids[rows], exit=rule, loops=loops)
+        wanted = text.targets[rows].to(device)
+        losses.append(F.cross_entropy(out.logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape).double().cpu())
+        steps.append(out.steps.cpu())
+        choices.append(out.logits.argmax(dim=-1).cpu())
+    return Answers(torch.cat(losses), torch.cat(steps), torch.cat(choices))
+
+
+def counted_flops(config: ModelConfig, steps: Tensor, exit: Exit | None = None) -> tuple[float, float]:
+    """Mean FLOPs a token with these steps (N, T, G), token t seeing t + 1 tokens; and how many of them are the rule's own looks.
+
+    Every look of a rule on logits reads the head; through the coda, the layers after the last group as well.
+    """
+    c, T = config, steps.shape[1]
+    context = torch.arange(1, T + 1, dtype=torch.float64)
+    plain = c.n_layer - sum(len(g) for g in c.groups)
+    layers = plain * np.mean([layer_flops(c, t) for t in range(1, T + 1)])
+    total, looks = float(layers) + head_flops(c), 0.0
+    # step_flops is linear in the context: what a step costs at context 0, and what each token in sight adds
+    for g, rule in enumerate(exits.plan(exit, c.n_groups)):
+        taken = steps[..., g].double()
+        base = step_flops(c, g, 0)
+        total += enter_flops(c) + float((taken * (base + (step_flops(c, g, 1) - base) * context)).mean())
+        if isinstance(rule, Reads):
+            coda = sum(len(layer) for layer, group in c.stages[-1:] if group is None) if rule.read == "coda" else 0
+            at_zero = layer_flops(c, 0)
+            look = head_flops(c) + coda * (at_zero + (layer_flops(c, 1) - at_zero) * context)
+            looks += float((taken * look).mean())
+    return total + looks, looks
+
+
+def describe(config: ModelConfig, text: Text, given: Answers, full: Answers, exit: Exit | None) -> dict[str, Any]:
+    """The record of one point: quality against the full run, with intervals over documents, and cost."""
+    clusters = text.clusters.numpy()
+    ce, rise = given.losses.mean(), (given.losses - full.losses).numpy()
+    low, high = interval(rise, clusters)
+    flops, looks = counted_flops(config, given.steps, exit)
+    ce_low, ce_high = interval(given.losses.numpy(), clusters)
+    groups = []
+    for g in range(given.steps.shape[-1]):
+        taken = given.steps[..., g].flatten()
+        groups.append(
+            {
+                "mean": float(taken.double().mean()),
+                "std": float(taken.double().std(correction=0)),
+                "histogram": torch.bincount(taken).tolist(),
+            }
+        )
+    return {
+        "ce": float(ce), "ce_low": ce_low, "ce_high": ce_high, "ppl": float(ce.exp()),
+        "dce": float(rise.mean()), "dce_low": low, "dce_high": high,
+        "agree": float((given.choices == full.choices).double().mean()),
+        "mean_steps": float(given.steps.double().mean()), "steps": groups,
+        "flops": flops, "flops_looks": looks,
+    }  # fmt: skip
+
+
+def hard_tokens(text: Text, given: Answers, full: Answers, shown: int = 12, bins: int = 8) -> dict[str, Any]:
+    """What the tokens that took longest have in common: tokens by mean steps, and mean steps against the token's loss."""
+    mean = given.steps.double().mean(dim=-1).flatten().numpy()
+    losses, ids = full.losses.flatten().numpy(), text.ids.flatten().numpy()
+    order = np.argsort(losses, kind="stable")
+    by_loss = [
+        {"loss": float(losses[place].mean()), "steps": float(mean[place].mean()), "std": float(mean[place].std())}
+        for place in np.array_split(order, bins)
+        if len(place)
+    ]
+    kinds, place, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    steps = np.bincount(place, weights=mean) / counts
+    loss = np.bincount(place, weights=losses) / counts
+    often = np.flatnonzero(counts >= max(5, len(ids) // 1000))
+    slow = often[np.argsort(-steps[often], kind="stable")]
+    ends = [*slow[:shown], *slow[max(shown, len(slow) - shown) :]]
+    tokens = [{"token": int(kinds[i]), "count": int(counts[i]), "steps": float(steps[i]), "loss": float(loss[i])} for i in ends]
+    correlation = float(np.corrcoef(mean, losses)[0, 1]) if mean.std() > 0 and losses.std() > 0 else None
+    return {"tokens": tokens, "by_loss": by_loss, "correlation": correlation}

@@ -1,0 +1,241 @@
+"""`twoscale calibrate`: a threshold for each group, with a bound on what it costs.
+
+Fit. On one part of the held-out text, one pass tells which thresholds make a group's tokens take about so many steps, and one pass for
+each of them what leaving that group costs while the others run in full. Taking costs as additive, the best settings for
+every price of a step form a path from the full run to the boldest (`path`).
+
+Certify. On documents that fitting has not seen, the settings of the path are tested in that order, each by a one-sided bound on the
+rise of the loss, until one fails (learn-then-test by a fixed sequence): the chance that the last one to pass costs more than
+was asked is delta at most, however long the path.
+
+Report. On documents that neither has seen, the result stands beside the best single threshold for all groups, found in the same way.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from twoscale import exits
+from twoscale.config import UserError
+from twoscale.exits.choose import main_setting
+from twoscale.model import LoopedGPT
+from twoscale.model.flops import step_flops
+from twoscale.tradeoff.answers import Answers, answers, describe
+from twoscale.tradeoff.noted import leaving, note, thresholds
+from twoscale.tradeoff.pace import REFERENCE, Pace
+from twoscale.tradeoff.stats import interval, upper_bound
+from twoscale.tradeoff.text import Text
+
+STEPS = (2, 3, 4, 5, 6, 8, 11, 16, 24, 40)  # mean steps that thresholds are tried for
+LONGEST = 10  # settings on a path
+
+Setting = Mapping[int, exits.Rule]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Parts of the held-out text that share no document."""
+
+    fit: Text
+    certify: Text
+    report: Text
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is asked for: exactly one of the three."""
+
+    max_dce: float | None = None
+    """The loss may rise by so many nats a token at most."""
+    mean_steps: float | None = None
+    """So many steps a group on average."""
+    ms: float | None = None
+    """So many milliseconds a token."""
+
+    def __post_init__(self) -> None:
+        asked = [value for value in (self.max_dce, self.mean_steps, self.ms) if value is not None]
+        if len(asked) != 1 or not 0 < asked[0] < 1e6:
+            raise UserError("ask for one thing, above zero: --max-dce, --mean-steps or --ms")
+
+
+@dataclass(frozen=True)
+class Certified:
+    """A setting that was tested, with its bound."""
+
+    setting: Setting
+    bound: float
+    passed: bool
+
+
+def fixed_sequence(path: Sequence[Setting], bound: Callable[[Setting], float], limit: float) -> list[Certified]:
+    """Test the settings in order until one fails; all that were tested."""
+    tested = []
+    for setting in path:
+        value = bound(setting)
+        tested.append(Certified(setting, value, value <= limit))
+        if value > limit:
+            break
+    return tested
+
+
+def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[float], longest: int = LONGEST) -> list[tuple[int, ...]]:
+    """For each group its options (mean steps, cost), option 0 being the full run. For every price of a step the choice that minimises
+    cost + price x weighted steps, as option numbers, from the full run (left out) to the boldest.
+
+    Costs are first made to rise with every step that is saved: what falls below is noise.
+    """
+    rising = []
+    for options in costs:
+        floor, kept = 0.0, []
+        for _, cost in options:
+            floor = max(floor, cost)
+            kept.append(floor)
+        rising.append(kept)
+    path: list[tuple[int, ...]] = []
+    for price in np.geomspace(1e-7, 10, 241):
+        chosen = tuple(
+            min(range(len(options)), key=lambda j: rising[g][j] + price * weights[g] * options[j][0]) for g, options in enumerate(costs)
+        )
+        if any(chosen) and (not path or chosen != path[-1]):
+            path.append(chosen)
+    if len(path) > longest:
+        path = [path[i] for i in sorted({round(i * (len(path) - 1) / (longest - 1)) for i in range(longest)})]
+    return path
+
+
+class Calibration:
+    """One rule, one model, three parts of text."""
+
+    def __init__(self, model: LoopedGPT, rule: exits.Rule, texts: Texts, loops: int, delta: float, say: Say = lambda text: None) -> None:
+        if main_setting(type(rule)) != "tau":
+            raise UserError(f"{type(rule).__name__} has no threshold to calibrate")
+        if not 0 < delta < 0.5:
+            raise UserError(f"delta = {delta}: the chance of being wrong lies between 0 and 0.5")
+        self.model, self.rule, self.texts, self.loops, self.delta, self.say = model, rule, texts, loops, delta, say
+        self.groups = range(model.config.n_groups)
+        self.seen = note(model, texts.fit, rule, loops)  # (K, n, 1) for each group: what the rule would have looked at
+        self.full = {name: answers(model, text, None, loops) for name, text in vars(texts).items()}
+
+    def run(self, goal: Goal) -> dict[str, Any]:
+        """Everything that calibration.json holds of the result."""
+        started = time.perf_counter()
+        grids = self._grids()
+        path = self._path(grids)
+        everywhere = self._everywhere(grids)
+        if goal.max_dce is not None:
+            limit = goal.max_dce
+            own, common = (self._certify(p, limit, words) for p, words in ((path, "each group's"), (everywhere, "one for all")))
+        else:
+            own, common = ([self._meets(p, goal)] for p in (path, everywhere))
+        chosen, single = (next((c for c in reversed(found) if c.passed), None) for found in (own, common))
+        result: dict[str, Any] = {
+            "rule": exits.spell(self.rule).split(":")[0],
+            "rules": [self._word(chosen, g) for g in self.groups],
+            "loops": self.loops,
+            "goal": {key: value for key, value in vars(goal).items() if value is not None},
+            "delta": self.delta,
+            "bound": chosen.bound if chosen is not None else 0.0,
+            "tested": [{"rules": [self._word(c, g) for g in self.groups], "bound": c.bound, "passed": c.passed} for c in own],
+            "tokens": {name: text.targets.numel() for name, text in vars(self.texts).items()},
+            "clusters": {name: text.n_clusters for name, text in vars(self.texts).items()},
+            "by": self.texts.certify.by,
+        }
+        return result | self._compare(chosen, single) | {"seconds": round(time.perf_counter() - started, 1)}
+
+    def _word(self, certified: Certified | None, group: int) -> str | None:
+        """A group's rule as the command line writes it; a learned one without its weights, which lie in controller.json."""
+        rule = None if certified is None else certified.setting.get(group)
+        if isinstance(rule, exits.Learned):
+            return f"learned:{rule.tau!r}"
+        return None if rule is None else exits.spell(rule)
+
+    def _at(self, tau: float) -> exits.Rule:
+        return replace(self.rule, tau=tau)  # type: ignore[call-arg]
+
+    # -- fit -----------------------------------------------------------------------------------------------------
+
+    def _grids(self) -> list[list[float]]:
+        """For each group the thresholds worth trying, most steps first."""
+        targets = tuple(float(s) for s in STEPS if s < self.loops)
+        grids = [[tau for tau, _ in thresholds(self.rule, values[..., 0], targets)] for values in self.seen]
+        if not all(grids):
+            raise UserError(f"{type(self.rule).__name__} has nothing to compare in a group: give it more loops")
+        return grids
+
+    def _path(self, grids: list[list[float]]) -> list[Setting]:
+        """The settings for each price, from what each group costs alone."""
+        costs = []
+        for g, grid in enumerate(grids):
+            options = [(float(self.loops), 0.0)]
+            for tau in grid:
+                found = answers(self.model, self.texts.fit, {g: self._at(tau)}, self.loops)
+                options.append((float(found.steps[..., g].double().mean()), float((found.losses - self.full["fit"].losses).mean())))
+            order = sorted(range(len(options)), key=lambda j: -options[j][0])
+            costs.append([options[j] for j in order])
+            grids[g] = [grid[j - 1] for j in order if j]
+            self.say(f"fit: group {g + 1} of {len(grids)}, {len(grid)} thresholds tried")
+        c = self.model.config
+        work = [step_flops(c, g, self.texts.fit.ids.shape[1] // 2) for g in self.groups]
+        return [
+            {g: self._at(grids[g][j - 1]) for g, j in enumerate(choice) if j}
+            for choice in best_path(costs, [w / sum(work) * len(work) for w in work])
+        ]
+
+    def _everywhere(self, grids: list[list[float]]) -> list[Setting]:
+        """The same threshold for all groups, most steps first."""
+        taus = sorted({tau for grid in grids for tau in grid})
+        if len(taus) > LONGEST:
+            taus = [taus[round(i * (len(taus) - 1) / (LONGEST - 1))] for i in range(LONGEST)]
+        steps = {tau: sum(float(leaving(self._at(tau), v[..., 0]).double().mean()) for v in self.seen) for tau in taus}
+        return [dict.fromkeys(self.groups, self._at(tau)) for tau in sorted(taus, key=lambda tau: -steps[tau])]
+
+    # -- certify -------------------------------------------------------------------------------------------------
+
+    def _bound(self, setting: Setting) -> float:
+        found = answers(self.model, self.texts.certify, dict(setting), self.loops)
+        rise = (found.losses - self.full["certify"].losses).numpy()
+        return upper_bound(rise, self.texts.certify.clusters.numpy(), self.delta)
+
+    def _certify(self, path: list[Setting], limit: float, words: str) -> list[Certified]:
+        tested = fixed_sequence(path, self._bound, limit)
+        passed = sum(c.passed for c in tested)
+        self.say(f"certify, {words} threshold: {passed} of {len(path)} settings keep the rise below {limit:g} nats")
+        return tested
+
+    def _meets(self, path: list[Setting], goal: Goal) -> Certified:
+        """The first setting of the path that is as quick as asked, with the bound that holds for it."""
+        if goal.ms is not None:
+            pace = Pace(self.model, {REFERENCE: None, **{str(i): dict(s) for i, s in enumerate(path)}}, self.loops, self.texts.fit)
+            rounds = [pace.round(r, list(pace.engines)) for r in range(4)][1:]
+            costs = [float(np.median([r[str(i)] for r in rounds])) for i in range(len(path))]
+            limit, unit = goal.ms, "ms a token"
+        else:
+            assert goal.mean_steps is not None
+            costs = [float(answers(self.model, self.texts.fit, dict(s), self.loops).steps.double().mean()) for s in path]
+            limit, unit = goal.mean_steps, "steps"
+        for setting, cost in zip(path, costs, strict=True):
+            if cost <= limit:
+                return Certified(setting, self._bound(setting), True)
+        raise UserError(f"no setting of the rule gets below {limit:g} {unit}: the quickest takes {min(costs):.3g}")
+
+    # -- report --------------------------------------------------------------------------------------------------
+
+    def _compare(self, chosen: Certified | None, single: Certified | None) -> dict[str, Any]:
+        """Both results on documents that neither fitting nor certifying has seen."""
+        text, full = self.texts.report, self.full["report"]
+        found: dict[str, Answers] = {}
+        records: dict[str, Any] = {}
+        for name, certified in (("calibrated", chosen), ("single", single)):
+            setting = None if certified is None else dict(certified.setting)
+            found[name] = full if setting is None else answers(self.model, text, setting, self.loops)
+            record = describe(self.model.config, text, found[name], full, setting)
+            keys = ("ce", "dce", "dce_low", "dce_high", "agree", "mean_steps", "flops")
+            records[name] = {key: record[key] for key in keys} | {"steps": [g["mean"] for g in record["steps"]]}
+        fewer = (found["single"].steps.double().mean(dim=-1) - found["calibrated"].steps.double().mean(dim=-1)).numpy()
+        low, high = interval(fewer, text.clusters.numpy())
+        records["single"]["rule"] = self._word(single, 0)
+        return {"report": records | {"fewer_steps": float(fewer.mean()), "fewer_low": low, "fewer_high": high, "beats_single": low > 0}}

@@ -1,0 +1,83 @@
+"""A rule that lets nobody leave and notes what another one would have looked at: one pass then tells, for any threshold, when each
+token would have left.
+
+Shapes: K steps, n tokens, F numbers for each.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twoscale.exits import Look, Rule
+from twoscale.exits.rule import Numbers
+from twoscale.model import LoopedGPT
+from twoscale.tradeoff.answers import answers
+from twoscale.tradeoff.text import Text
+
+
+@dataclass(frozen=True, eq=False)
+class Noted(Rule):
+    """Looks as `rule` does, and never lets go."""
+
+    rule: Rule
+    read: Callable[[Look], list[Numbers]]
+    notes: dict[int, list[Tensor]] = field(default_factory=dict)
+    """For each group, one (n, F) for each step of each batch."""
+
+    @property
+    def follows_steps(self) -> bool:  # type: ignore[override]
+        return self.rule.follows_steps
+
+    def remember(self, look: Look) -> Tensor | None:
+        return self.rule.remember(look)
+
+    def measure(self, look: Look) -> Numbers:
+        n = len(look.rows.positions)
+        found = [torch.as_tensor(value, dtype=torch.float32).cpu().expand(n) for value in self.read(look)]
+        self.notes.setdefault(look.group, []).append(torch.stack(found, dim=1))
+        return 0.0
+
+    def passes(self, value: Numbers) -> Tensor | bool:
+        return False
+
+
+def note(model: LoopedGPT, text: Text, rule: Rule, loops: int, read: Callable[[Look], list[Numbers]] | None = None) -> list[Tensor]:
+    """What the rule sees of every token at every step of a full run: (K, n, F) for each group; by default its own number."""
+    watched = Noted(rule, read or (lambda look: [rule.measure(look)]))
+    answers(model, text, watched, loops)
+    groups = []
+    for g in range(model.config.n_groups):
+        batches = [torch.stack(watched.notes[g][i : i + loops]) for i in range(0, len(watched.notes[g]), loops)]
+        groups.append(torch.cat(batches, dim=1))
+    return groups
+
+
+def leaving(rule: Rule, values: Tensor) -> Tensor:
+    """After how many steps each token would leave, from the rule's numbers (K, n): int64 (n,)."""
+    passed = torch.as_tensor(rule.passes(values))
+    streak = torch.zeros(values.shape[1], dtype=torch.int64)
+    steps = torch.full_like(streak, len(values))
+    left = torch.zeros_like(streak, dtype=torch.bool)
+    for k in range(len(values)):
+        streak = (streak + 1) * passed[k]
+        now = (streak >= rule.hits) & ~left & (k + 1 >= rule.min_steps)
+        steps[now] = k + 1
+        left |= now
+    return steps
+
+
+def thresholds(rule: Any, values: Tensor, targets: tuple[float, ...]) -> list[tuple[float, float]]:
+    """Thresholds at which a group's tokens would take about so many steps on average, with the steps: (tau, mean), most steps first."""
+    finite = values[values.isfinite()].double()
+    if not len(finite):
+        return []
+    tries = torch.quantile(finite[:: max(1, len(finite) // 100_000)], torch.linspace(0, 1, 97, dtype=torch.float64)).tolist()
+    found: dict[float, float] = {}
+    for tau in sorted(set(tries)):
+        tau = float(f"{max(0.0, tau):.4g}")
+        found[tau] = float(leaving(replace(rule, tau=tau), values).double().mean())
+    chosen = {min(found, key=lambda tau: abs(found[tau] - target)) for target in targets}
+    return sorted(((tau, found[tau]) for tau in chosen), key=lambda pair: -pair[1])

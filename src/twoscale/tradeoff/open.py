@@ -1,0 +1,98 @@
+"""A run opened for measuring: its model, its held-out text, and the name of what was measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twoscale import exits
+from twoscale.config import UserError
+from twoscale.data import TokenData, Tokenizer
+from twoscale.exits.learned import read_heads
+from twoscale.model import LoopedGPT
+from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, read_calibration
+from twoscale.tradeoff.sweep import fingerprint
+from twoscale.tradeoff.text import Role, Text, part
+from twoscale.train import checkpoint as ckpt
+from twoscale.train.run import find_data
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint and the held-out text of its run."""
+
+    model: LoopedGPT
+    tokenizer: Tokenizer
+    data: TokenData
+    about: dict[str, Any]
+    """Which checkpoint this is, by name and by content."""
+
+    def text(self, role: Role, windows: int) -> Text:
+        return part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)
+
+
+def find_checkpoint(run: Path, name: str | None) -> Path:
+    """One checkpoint of a run, the newest by default."""
+    if not run.is_dir():
+        raise UserError(f"{run} is no folder: give a run")
+    root = run / "checkpoints"
+    if name is None:
+        newest = ckpt.newest_checkpoint(root)
+        if newest is None:
+            raise UserError(f"{run} has no checkpoint yet: train it first")
+        return newest
+    folder = root / Path(name).name
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist (checkpoints of this run: {', '.join(p.name for p in ckpt.list_checkpoints(root))})")
+    return folder
+
+
+def open_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> Opened:
+    """The model of a run and the shards it was trained on, or others made with the same tokenizer."""
+    folder = find_checkpoint(run, checkpoint)
+    model, tokenizer = ckpt.load_model(folder)
+    if not model.config.n_groups:
+        raise UserError(f"{run} has no loop groups: there is nothing to leave early")
+    data = TokenData(find_data(run, data_dir), "val")
+    if data.tokenizer != tokenizer.fingerprint:
+        raise UserError(f"{data.folder} was made with another tokenizer than this model's: give its own shards with --data-dir")
+    about = {"checkpoint": folder.name, "weights": fingerprint(folder / ckpt.MODEL)}
+    return Opened(model.to(device or torch.device("cpu")), tokenizer, data, about)
+
+
+def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: bool = True) -> dict[int, exits.Rule] | None:
+    """The rules of a run's calibration.json; `about` names the checkpoint that they must have been calibrated for.
+
+    Where there is none, or it is of another checkpoint: an error, or None if it need not be there.
+    """
+    found = read_calibration(folder / CALIBRATION)
+    if found is None:
+        if must:
+            raise UserError(f"{folder} has no {CALIBRATION}: make it with `twoscale calibrate {folder}`")
+        return None
+    if about is not None and found.get("weights") != about["weights"]:
+        if must:
+            raise UserError(f"{folder / CALIBRATION} is of {found['checkpoint']}, not of {about['checkpoint']}: calibrate again")
+        return None
+    rules: dict[int, exits.Rule] = {}
+    for g, word in enumerate(found["rules"]):
+        if isinstance(word, str) and word.startswith("learned:"):
+            rules[g] = exits.Learned(float(word.split(":")[1]), weights=read_heads(folder / CONTROLLER))
+        elif word is not None:
+            rules[g] = exits.parse(word)
+    return rules
+
+
+def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:
+    """Rules and most loops that a run, or one checkpoint of it, was calibrated for."""
+    run = path if (path / "checkpoints").is_dir() or path.parent.name != "checkpoints" else path.parent.parent
+    folder = path if (path / ckpt.MODEL).exists() else find_checkpoint(path, None)
+    about = {"checkpoint": folder.name, "weights": fingerprint(folder / ckpt.MODEL)}
+    rules = calibrated_exit(run, about)
+    found = read_calibration(run / CALIBRATION)
+    assert rules is not None and found is not None
+    if isinstance(found["loops"], bool) or not isinstance(found["loops"], int):
+        raise UserError(f"{run / CALIBRATION}: loops = {found['loops']!r} is no whole number: calibrate again")
+    return rules, found["loops"]

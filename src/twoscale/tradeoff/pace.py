@@ -1,0 +1,67 @@
+"""Milliseconds a token: one sequence, cached decoding, warm, the same held-out tokens for every point.
+
+Points take turns token by token, in an order drawn anew for every token, so a slow moment of the machine meets them alike; what counts
+is each point's time beside the full run's in the same round. Tokens are given, not drawn: every point decodes the same text, and an
+oracle can take part.
+"""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from twoscale.engine import Engine
+from twoscale.exits import Exit
+from twoscale.model import LoopedGPT
+from twoscale.tradeoff.text import Text
+
+REFERENCE = "full"
+TOGETHER = 12  # points that take turns, the full run among them: each holds a cache
+
+
+def parties(names: Sequence[str]) -> list[list[str]]:
+    """The points in groups that take turns, the full run in each."""
+    others = [name for name in names if name != REFERENCE]
+    if not others:
+        return [[REFERENCE]] if names else []
+    return [[REFERENCE, *others[i : i + TOGETHER - 1]] for i in range(0, len(others), TOGETHER - 1)]
+
+
+class Pace:
+    """Engines for all points; `round` measures some of them."""
+
+    def __init__(
+        self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: Text, prompt: int = 32, tokens: int = 16
+    ) -> None:
+        T = text.ids.shape[1]
+        self.prompt = max(1, min(prompt, T - 2))
+        self.tokens = min(tokens, T - self.prompt)
+        self.text = text
+        self.engines = {name: Engine(model, loops=loops, exit=exit) for name, exit in exits.items()}
+
+    def round(self, number: int, names: Sequence[str]) -> dict[str, float]:
+        """Mean ms a token of some points on one window."""
+        window = number % len(self.text.ids)
+        ids = self.text.ids[window].tolist()
+        caches = {name: self._prefill(self.engines[name], window, ids[: self.prompt]) for name in names}
+        seconds = dict.fromkeys(names, 0.0)
+        order = random.Random(number)
+        for token in ids[self.prompt : self.prompt + self.tokens]:
+            for name in order.sample(names, len(names)):
+                started = time.perf_counter()
+                self._one(self.engines[name], window, caches[name], token)
+                seconds[name] += time.perf_counter() - started
+        return {name: 1e3 * s / self.tokens for name, s in seconds.items()}
+
+    @torch.inference_mode()
+    def _one(self, engine: Engine, window: int, cache: object, token: int) -> None:
+        x, _ = engine.run([(window, cache, [token])])  # type: ignore[list-item]
+        engine.model.head(x).argmax(dim=-1).item()
+
+    def _prefill(self, engine: Engine, window: int, ids: list[int]) -> object:
+        cache = engine.open(self.prompt + self.tokens)
+        pieces = [[token] for token in ids] if engine.token_by_token else [ids]
+        for piece in pieces:
+            engine.run([(window, cache, piece)])
+        return cache

@@ -1,0 +1,131 @@
+"""What a sweep compares: every rule at every threshold, beside the baselines that could embarrass it.
+
+A point's exit may need what was measured before it: random exits copy another point's mean steps, oracles choose from the
+table of losses after every number of steps.
+
+Shapes: K the most steps, N windows, T tokens, G groups.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twoscale import exits
+from twoscale.config import ModelConfig, UserError
+from twoscale.exits import Exit
+from twoscale.exits.choose import main_setting
+
+TAUS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # the paper's four, and two beyond, where models with larger states begin to leave
+RULES = ("step-norm", "kl", "acceleration")
+CHANCES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)  # thresholds of the learned controller
+NEAR = (0.003, 0.01, 0.03, 0.1)  # nats within which the first oracle stays
+PRICES = (0.001, 0.003, 0.01, 0.03)  # nats a step that the second one pays
+DEPTHS = (1, 2, 4)  # of one group, the others at full depth
+SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # fixed depths of which a point is made
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What has been measured so far."""
+
+    records: Mapping[str, dict[str, Any]]
+    table: Callable[[], tuple[tuple[int, ...], Tensor]]
+    """Depths, and the losses of every token at that depth of all groups (K, N, T); made when first asked for."""
+
+
+def table_depths(loops: int) -> tuple[int, ...]:
+    """Depths that the oracles choose from: every one up to 12, fewer beyond, and the full run."""
+    return tuple(k for k in range(1, loops + 1) if k <= 12 or k == 14 or k in SHOWN or k == loops)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting to measure."""
+
+    id: str
+    family: str
+    """Which curve it belongs to: a rule's name, fixed, fixed-one, random, oracle-stay, oracle-lagrange, learned, calibrated, full."""
+    setting: float | None
+    """Its place on that curve."""
+    exit: Callable[[Seen], Exit | None]
+    label: str = ""
+
+
+def grid(
+    config: ModelConfig,
+    loops: int,
+    rules: Sequence[str] = RULES,
+    taus: Sequence[float] = TAUS,
+    learned: exits.Learned | None = None,
+    calibrated: Mapping[int, exits.Rule] | None = None,
+) -> list[list[Point]]:
+    """All points, in rounds: a round needs only what earlier ones have measured."""
+    first = [Point("full", "full", float(loops), lambda seen: None)]
+    first += [Point(f"fixed:{k}", "fixed", float(k), _same(exits.Fixed(k))) for k in SHOWN if k < loops]
+    if config.n_groups > 1:
+        first += [
+            Point(f"fixed:{k}@{g}", "fixed-one", float(k), _same({g: exits.Fixed(k)}), f"{k} steps in group {g + 1}")
+            for g in range(config.n_groups)
+            for k in DEPTHS
+            if k < loops
+        ]
+    ruled: list[Point] = []
+    for name in rules:
+        for rule in settings(name, taus):
+            word = exits.spell(rule)
+            ruled.append(Point(word, name.split(":")[0], float(getattr(rule, main_setting(type(rule)))), _same(rule)))
+    if learned is not None:
+        for tau in CHANCES:
+            rule = exits.Learned(tau, weights=learned.heads)
+            ruled.append(Point(f"learned:{tau!r}", "learned", tau, _same(rule)))
+    if calibrated is not None:
+        ruled.append(Point("calibrated", "calibrated", None, _same(dict(calibrated)), ", ".join(map(exits.spell, calibrated.values()))))
+    leading = [p for p in ruled if p.family in ("acceleration", "calibrated")] or ruled
+    after = [Point(f"random~{p.id}", "random", p.setting, _as_random(p.id, loops)) for p in leading]
+    after += [Point(f"oracle-stay:{eps!r}", "oracle-stay", eps, _stay(eps)) for eps in NEAR]
+    after += [Point(f"oracle-lagrange:{price!r}", "oracle-lagrange", price, _lagrange(price)) for price in PRICES]
+    return [first, ruled, after]
+
+
+def settings(name: str, taus: Sequence[float]) -> list[exits.Rule]:
+    """A rule at every threshold; a rule that is named with its setting stands for itself."""
+    if ":" in name:
+        return [exits.parse(name)]
+    kind = exits.NAMES.get(name)
+    if kind is None or name in ("fixed", "random", "learned"):
+        known = ", ".join(n for n in exits.NAMES if n not in ("fixed", "random", "learned"))
+        raise UserError(f"--rules {name}: choose among {known} (fixed depths and random exits are always there), or NAME:VALUE")
+    if main_setting(kind) == "tau":
+        return [exits.parse(f"{name}:{tau!r}") for tau in taus]
+    return [exits.parse(name)]
+
+
+def _same(exit: Exit) -> Callable[[Seen], Exit]:
+    return lambda seen: exit
+
+
+def _as_random(other: str, loops: int) -> Callable[[Seen], Exit]:
+    """Depths at random, with the mean steps that another point took in each group, and none above the most that is allowed."""
+
+    def draw(mean: float) -> exits.Rule:
+        return exits.RandomExit(max(1.0, mean), least=min(int(mean), max(1, math.ceil(2 * mean - loops))))
+
+    return lambda seen: {g: draw(s["mean"]) for g, s in enumerate(seen.records[other]["steps"])}
+
+
+def _stay(eps: float) -> Callable[[Seen], Exit]:
+    return lambda seen: exits.Oracle.stay(seen.table()[1], eps, seen.table()[0])
+
+
+def _lagrange(price: float) -> Callable[[Seen], Exit]:
+    return lambda seen: exits.Oracle.lagrange(seen.table()[1], price, seen.table()[0])
+
+
+def table_losses(steps: Sequence[int], table: Tensor, depths: Tensor) -> Tensor:
+    """What the table says of each token at its depth: (N, T). What a run of those depths gives differs a little, since tokens
+    also see each other's states at other depths."""
+    return torch.gather(table, 0, torch.searchsorted(torch.tensor(list(steps)), depths)[None])[0]

@@ -1,0 +1,71 @@
+"""Intervals and bounds on means over tokens that come in clusters (documents): tokens of one document are not independent.
+
+Every draw is seeded, so the same measurements give the same intervals.
+
+Shapes: D clusters, R resamples.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Array = np.ndarray
+RESAMPLES = 2000
+
+
+def by_cluster(values: Array, clusters: Array) -> tuple[Array, Array]:
+    """Sums of the values and counts of the tokens of each cluster, (D,) each."""
+    _, place = np.unique(clusters.ravel(), return_inverse=True)
+    counts = np.bincount(place).astype(float)
+    return np.bincount(place, weights=values.ravel().astype(float)), counts
+
+
+def interval(values: Array, clusters: Array, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
+    """A bootstrap interval for the mean over tokens, resampling whole clusters."""
+    sums, counts = by_cluster(values, clusters)
+    n = len(sums)
+    weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)  # (R, D)
+    means = (weights @ sums) / (weights @ counts)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def upper_bound(values: Array, clusters: Array, delta: float) -> float:
+    """A bound that the true mean over tokens exceeds with probability delta at most, by Student's t over clusters.
+
+    The mean is a ratio (sum of values over number of tokens), linearised; with one cluster there is no bound.
+    """
+    sums, counts = by_cluster(values, clusters)
+    n = len(sums)
+    if n < 2:
+        return float("inf")
+    mean = sums.sum() / counts.sum()
+    residual = (sums - mean * counts) / counts.mean()
+    error = np.sqrt((residual**2).sum() / (n - 1) / n)
+    return float(mean + student(n - 1, 1 - delta) * error)
+
+
+def student(freedom: int, p: float) -> float:
+    """The p-quantile of Student's t, p from 0.5 on: with t = sqrt(n) tan(a) its distribution is the integral of cos(a)^(n - 1)."""
+    angles = np.linspace(0, np.pi / 2, 20_001)
+    density = np.cos(angles) ** (freedom - 1)
+    mass = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
+    return float(np.sqrt(freedom) * np.tan(np.interp(2 * p - 1, mass / mass[-1], angles)))
+
+
+def median_interval(values: Sequence[float], level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
+    """A bootstrap interval for the median of repeats."""
+    x = np.asarray(values, dtype=float)
+    draws = np.random.default_rng(seed).integers(0, len(x), size=(resamples, len(x)))
+    low, high = np.quantile(np.median(x[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Places of the points (cost, loss) that no other beats in both, by rising cost."""
+    front, best = [], np.inf
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if points[i][1] < best:
+            front.append(i)
+            best = points[i][1]
+    return front

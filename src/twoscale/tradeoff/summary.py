@@ -1,0 +1,64 @@
+"""Reads what sweeps and calibrations wrote. No torch here: the report is made from files alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from twoscale.config import UserError
+from twoscale.config.serial import read_json, read_jsonl
+from twoscale.tradeoff.stats import median_interval, pareto
+
+SWEEP, CALIBRATION, CONTROLLER = "sweep.jsonl", "calibration.json", "controller.json"
+ORACLES = ("oracle-stay", "oracle-lagrange")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One sweep: what it was measured on, and its points with their times merged in."""
+
+    header: dict[str, Any]
+    points: list[dict[str, Any]]
+    rounds: int
+    """How often times were taken."""
+
+    def family(self, name: str) -> list[dict[str, Any]]:
+        """The points of one curve, by their setting."""
+        return sorted((p for p in self.points if p["family"] == name), key=lambda p: p["setting"] if p["setting"] is not None else 0.0)
+
+    def point(self, id: str) -> dict[str, Any] | None:
+        return next((p for p in self.points if p["id"] == id), None)
+
+    def front(self, cost: str) -> list[dict[str, Any]]:
+        """Points that none beats in both cost (`flops` or `ms`) and CE; oracles, which see the labels, are left out."""
+        known = [p for p in self.points if p["family"] not in ORACLES and p.get(cost) is not None]
+        return [known[i] for i in pareto([(p[cost], p["ce"]) for p in known])]
+
+
+def read_sweep(path: Path) -> Sweep | None:
+    """A sweep.jsonl, complete or not; None where there is none."""
+    lines = read_jsonl(path)
+    if not lines:
+        return None
+    if lines[0].get("kind") != "sweep":
+        raise UserError(f"{path} does not begin as a sweep does: move it away and sweep again")
+    points = {line["id"]: dict(line) for line in lines if line.get("kind") == "point"}
+    rounds = [line["ms"] for line in lines if line.get("kind") == "round"]
+    reference = [r["full"] for r in rounds if "full" in r]
+    for name, point in points.items():
+        ratios = [r[name] / r["full"] for r in rounds if name in r]
+        if ratios:
+            scale = median(reference)
+            low, high = median_interval(ratios)
+            point |= {"ms": scale * median(ratios), "ms_low": scale * low, "ms_high": scale * high, "speed": median(ratios)}
+    return Sweep(lines[0], list(points.values()), len({line.get("round") for line in lines if line.get("kind") == "round"}))
+
+
+def read_calibration(path: Path) -> dict[str, Any] | None:
+    """A calibration.json; None where there is none."""
+    if not path.exists():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict) or not {"checkpoint", "rules", "loops"} <= set(found) or not isinstance(found["rules"], list):
+        raise UserError(f"{path} is no calibration: write it anew with `twoscale calibrate`")
+    return found

@@ -1,0 +1,178 @@
+"""`twoscale sweep`: every rule at every threshold and every baseline on the same held-out tokens, into RUN/sweep.jsonl.
+
+The file is written line by line: a header, a line for each point, a line for each round of timing. A sweep that was killed goes on
+behind its last whole line. Points are spread over the processes that torchrun starts; times are taken by the first one alone.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twoscale import exits
+from twoscale.config import UserError
+from twoscale.config.files import atomic_write
+from twoscale.config.serial import read_jsonl
+from twoscale.exits import Exit
+from twoscale.model import LoopedGPT
+from twoscale.tradeoff.answers import Answers, answers, describe, hard_tokens
+from twoscale.tradeoff.pace import REFERENCE, Pace, parties
+from twoscale.tradeoff.points import Point, Seen, table_depths, table_losses
+from twoscale.tradeoff.summary import Sweep, read_sweep
+from twoscale.tradeoff.text import Text
+from twoscale.train.metrics import ProgressLine
+from twoscale.train.parallel import World
+
+J = TypeVar("J")
+R = TypeVar("R")
+VERSION = 1
+
+
+def fingerprint(weights: Path) -> str:
+    """A short name for the content of a file."""
+    digest = hashlib.sha256()
+    with open(weights, "rb") as f:
+        while piece := f.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()[:16]
+
+
+class Sweeper:
+    """One sweep of one model on one text."""
+
+    def __init__(
+        self, model: LoopedGPT, text: Text, loops: int, path: Path, about: dict[str, Any], world: World, rounds: int, windows: int
+    ) -> None:
+        self.model, self.text, self.loops, self.path, self.world, self.rounds = model, text, loops, path, world, rounds
+        self.header = {
+            "kind": "sweep", "version": VERSION, **about, "loops": loops, "windows": len(text.ids), "asked_windows": windows,
+            "tokens": text.targets.numel(), "clusters": text.n_clusters, "by": text.by, "groups": model.config.n_groups,
+        }  # fmt: skip
+        self.depths: dict[int, Answers] = {}
+        self.records: dict[str, dict[str, Any]] = {}
+        self.set_aside: Path | None = None
+
+    # -- the file ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Take up what the file holds of this very sweep; another one is set aside under its checkpoint's name, never lost."""
+        lines = read_jsonl(self.path)
+        if lines and not all(lines[0].get(key) == self.header[key] for key in self.header):
+            aside = self.path.with_name(f"{self.path.stem}-{lines[0].get('checkpoint', 'other')}{self.path.suffix}")
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = aside.with_name(f"{self.path.stem}-{lines[0].get('checkpoint', 'other')}-{number}{self.path.suffix}")
+            os.replace(self.path, aside)
+            self.set_aside, lines = aside, []
+        if not lines:
+            lines = [self.header | {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}]
+        with atomic_write(self.path) as f:  # without the line that a kill has cut
+            f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            with open(self.path, "a", encoding="utf-8") as f:
+                f.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror or error}; what was measured before is kept") from None
+
+    # -- the work ------------------------------------------------------------------------------------------------
+
+    def run(self, rounds_of_points: Sequence[Sequence[Point]], say: Callable[[str], None] = lambda text: None) -> Sweep:
+        """Measure what the file does not have yet; returns all of it."""
+        error = None
+        if self.world.main:
+            try:
+                self._open()
+            except (UserError, OSError) as problem:
+                error = str(problem)
+        self.world.agree(error)
+        if self.set_aside is not None:
+            say(f"{self.path.name} was of another checkpoint or other settings: it is kept as {self.set_aside.name}")
+        lines = read_jsonl(self.path)
+        self.records = {line["id"]: line for line in lines if line.get("kind") == "point"}
+        points = [p for points in rounds_of_points for p in points]
+        timed = {(line["round"], name) for line in lines if line.get("kind") == "round" for name in line["ms"]}
+        untimed = [p for p in points if any((r, p.id) not in timed for r in range(self.rounds))]
+        todo = [p for p in points if p.id not in self.records]
+        line = ProgressLine(0, len(todo) + self.rounds * bool(untimed), "sweep") if self.world.main else None
+        seen = Seen(self.records, self._table)
+        self.full = self._depth(self.loops)
+        done = 0
+        self.world.barrier()
+        for round_of_points in rounds_of_points:
+            mine = [p for p in round_of_points if p.id not in self.records]
+            if any(p.family.startswith("oracle") for p in [*mine, *untimed]):
+                self._table()  # every process takes part in it
+            for point, record in self._spread(mine, lambda p: self._measure(p, p.exit(seen))):
+                self.records[point.id] = record
+                done += 1
+                if line is not None:
+                    self._write(record)
+                    line.update(done, point.id)
+        if line is not None:
+            if untimed:
+                self._time({p.id: p.exit(seen) for p in untimed}, timed, line, done)
+            line.close()
+        self.world.barrier()
+        found = read_sweep(self.path)
+        assert found is not None
+        return found
+
+    def _spread(self, jobs: Sequence[J], work: Callable[[J], R]) -> Iterator[tuple[J, R]]:
+        """Every job with its result, in order and in every process; each process does its share."""
+        size, rank = self.world.size, self.world.rank
+        for first in range(0, len(jobs), size):
+            wave = jobs[first : first + size]
+            result = work(wave[rank]) if rank < len(wave) else None
+            results: list[Any] = [result]
+            if size > 1:
+                results = [None] * size
+                dist.all_gather_object(results, result)
+            yield from zip(wave, results, strict=False)
+
+    def _depth(self, k: int) -> Answers:
+        """The model's answers with k steps in every group, kept: points of fixed depth and the oracles' table share them."""
+        if k not in self.depths:
+            self.depths[k] = answers(self.model, self.text, None, k)
+        return self.depths[k]
+
+    def _table(self) -> tuple[tuple[int, ...], Tensor]:
+        """Depths, and the losses of every token at each of them: (K, N, T)."""
+        steps = table_depths(self.loops)
+        for k, found in self._spread([k for k in steps if k not in self.depths], lambda k: answers(self.model, self.text, None, k)):
+            self.depths[k] = found
+        return steps, torch.stack([self.depths[k].losses for k in steps])
+
+    def _measure(self, point: Point, exit: Exit | None) -> dict[str, Any]:
+        c = self.model.config
+        if point.family in ("full", "fixed"):
+            assert point.setting is not None
+            found = self._depth(int(point.setting))
+        else:
+            found = answers(self.model, self.text, exit, self.loops)
+        record: dict[str, Any] = {"kind": "point", "id": point.id, "family": point.family, "setting": point.setting, "label": point.label}
+        record |= describe(c, self.text, found, self.full, exit)
+        if isinstance(exit, exits.Oracle):
+            record["ce_table"] = float(table_losses(*self._table(), exit.depths).mean())
+        elif exit is not None and not point.family.startswith(("fixed", "random")):
+            record["hard"] = hard_tokens(self.text, found, self.full)
+        return record
+
+    def _time(self, wanted: dict[str, Exit | None], timed: set[tuple[int, str]], line: ProgressLine, done: int) -> None:
+        """Rounds of timing, a line for each party of a round; every point is warmed up once before."""
+        pace = Pace(self.model, {REFERENCE: None, **wanted}, self.loops, self.text)
+        for party in parties(list(wanted)):
+            pace.round(self.rounds, party)
+        for r in range(self.rounds):
+            for party in parties([name for name in wanted if (r, name) not in timed]):
+                self._write({"kind": "round", "round": r, "ms": pace.round(r, party)})
+            line.update(done + r + 1, f"timing, round {r + 1} of {self.rounds}")

@@ -1,0 +1,83 @@
+"""Held-out text in three parts that share no document: to fit thresholds on, to certify them on, and to report on.
+
+Shapes: N windows, T tokens in each.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twoscale.config import UserError
+from twoscale.data import TokenData
+
+Role = Literal["fit", "certify", "report"]
+SHARES: dict[Role, float] = {"fit": 0.25, "certify": 0.375, "report": 0.375}
+MOST = 4_000_000  # tokens of a split that are looked at
+ENOUGH = 12  # documents; with fewer the text is parted by windows
+PIECE = 2048  # tokens; a longer document counts as several, or a few long ones would be all there is
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows of held-out text."""
+
+    ids: Tensor
+    """int64 (N, T)."""
+    targets: Tensor
+    """int64 (N, T)."""
+    clusters: Tensor
+    """int64 (N, T): the document, or the piece of a long document, that each target belongs to; its window where there are too few."""
+    by: Literal["documents", "windows"]
+
+    @property
+    def n_clusters(self) -> int:
+        return len(set(self.clusters.flatten().tolist()))
+
+
+def part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, split_seed: int = 0) -> Text:
+    """At most that many windows of one part of a split, spread evenly over it. Which document is in which part is drawn from the seed."""
+    n = min(len(data), MOST)
+    tokens = data.read(0, n).astype(np.int64) if n else np.empty(0, np.int64)
+    documents = np.concatenate(([0], np.cumsum(tokens[:-1] == eot))) if n else np.empty(0, np.int64)
+    by: Literal["documents", "windows"] = "documents"
+    size = min(block_size, max(1, n // (2 * ENOUGH)))
+    if n and documents[-1] + 1 < ENOUGH:
+        by, documents = "windows", np.arange(n) // (size + 1)
+    mine = _members(documents, role, split_seed)
+    tokens, documents = tokens[mine], _pieces(documents)[mine]
+    if len(tokens) < size + 1 or n < 8 * ENOUGH:
+        raise UserError(
+            f"the {data.split} split of {data.folder} has {len(data)} tokens, too few to part them for fitting and reporting: "
+            "hold out more text (data.val_fraction) or name other shards with --data-dir"
+        )
+    available = (len(tokens) - 1) // size
+    places = np.linspace(0, available - 1, min(windows, available)).round().astype(int) * size
+    rows = np.stack([tokens[p : p + size + 1] for p in places])
+    owners = np.stack([documents[p + 1 : p + size + 1] for p in places])
+    if by == "documents" and len(np.unique(owners)) < 4:
+        by, owners = "windows", np.broadcast_to(np.arange(len(rows))[:, None], owners.shape).copy()
+    ids = torch.from_numpy(rows)
+    return Text(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.from_numpy(owners), by)
+
+
+def _pieces(documents: np.ndarray) -> np.ndarray:
+    """Numbers of the documents' pieces, in order, from the number of each token's document."""
+    first = np.searchsorted(documents, documents)  # where each token's document begins
+    piece = (np.arange(len(documents)) - first) // PIECE
+    return np.cumsum(np.concatenate(([0], (np.diff(documents) != 0) | (np.diff(piece) != 0))))
+
+
+def _members(documents: np.ndarray, role: Role, seed: int) -> np.ndarray:
+    """Which tokens belong to a part: whole documents are dealt in a drawn order, each to the part that lacks most."""
+    sizes = np.bincount(documents)
+    have = dict.fromkeys(SHARES, 0.0)
+    owner = np.empty(len(sizes), dtype=object)
+    for d in np.random.default_rng((seed, len(sizes))).permutation(len(sizes)):
+        total = sum(have.values()) + sizes[d]
+        lacks: Role = max(SHARES, key=lambda r: SHARES[r] * total - have[r])
+        owner[d] = lacks
+        have[lacks] += sizes[d]
+    return (owner == role)[documents]
