@@ -34,7 +34,7 @@ class GenerateArgs:
     max_new_tokens: int | None = None
     """How many tokens to write at most; by default 200, or as many as the context has room for."""
     exit: str | None = None
-    """Exit rule: `auto` as calibrated by `twoscale calibrate`, or NAME:VALUE or NAME:VALUE,setting=value: acceleration:0.01, step-norm:1e-3, kl:1e-3,read=coda, fixed:4, ..."""
+    """Exit rule: `auto` (as calibrated), NAME:VALUE or NAME:VALUE,setting=value: acceleration:0.01, kl:1e-3,read=coda, fixed:4"""
     loops: tuple[int, ...] = ()
     """The most steps that a group may take: one number, or one for each group; by default the model's mean_loops."""
     kv: str = "exact"

@@ -29,9 +29,9 @@ class SweepArgs:
     """Thresholds; the first four are the paper's."""
     loops: int = 30
     """The most steps that a group may take: the full run."""
-    windows: int = 24
+    windows: int = 20
     """Held-out windows to measure on."""
-    rounds: int = 9
+    rounds: int = 7
     """How often times are taken."""
     controller: bool = True
     """Train (once) and compare a learned controller, on documents that are not measured on."""
@@ -76,7 +76,10 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
             world.agree(problem)
             learned = controller(args.run, opened.model, text, args.loops, opened.about)
         points = grid(opened.model.config, args.loops, args.rules, args.taus, learned, calibrated)
-        sweeper = Sweeper(opened.model, text, args.loops, args.run / "sweep.jsonl", opened.about, world, args.rounds, args.windows)
+        sweeper = Sweeper(
+            opened.model, text, args.loops, args.run / "sweep.jsonl", opened.about, world, args.rounds, args.windows,
+            lambda token: opened.tokenizer.decode([token]),
+        )  # fmt: skip
         found = sweeper.run(points, say)
         return found if world.main else None
 

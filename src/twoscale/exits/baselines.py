@@ -1,6 +1,5 @@
 """Rules to beat: depths drawn at random, and depths chosen with the labels in hand."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,20 +53,25 @@ class Oracle(Rule):
     """int64 (B, T), or (B, T, G) for one depth in each group."""
 
     @classmethod
-    def stay(cls, losses: Tensor, eps: float, depths: Sequence[int] | None = None) -> "Oracle":
+    def stay(cls, losses: Tensor, eps: float, depths: Tensor | None = None) -> "Oracle":
         """The fewest steps after which a token's loss stays within eps of the full run's.
 
-        losses (K, B, T) or (K, B, T, G): after 1 .. K steps, or after as many as `depths` says, rising; the last is the full run's.
+        losses (K, B, T) or (K, B, T, G): after 1 .. K steps, or after `depths` (K,), rising; the last entry is the full run's.
         """
         near = (losses - losses[-1]).abs() <= eps
         stays = near.flip(0).long().cumprod(dim=0).sum(dim=0)  # how many of the last entries are near, in one run
         return cls(_steps(losses, depths)[losses.shape[0] - stays])
 
     @classmethod
-    def lagrange(cls, losses: Tensor, price: float, depths: Sequence[int] | None = None) -> "Oracle":
-        """The depth that minimises loss + price x steps; the smaller one of equals."""
+    def lagrange(cls, losses: Tensor, price: float, depths: Tensor | None = None) -> "Oracle":
+        """The depth that minimises loss + price x steps; the first one of equals.
+
+        `depths` (K,) or (K, G), in any order, says what the entries of the table stand for; a step in one of G groups costs
+        price / G.
+        """
         steps = _steps(losses, depths)
-        return cls(steps[(losses + price * steps.view(-1, *[1] * (losses.dim() - 1))).argmin(dim=0)])
+        cost = steps.double().mean(dim=1) if steps.dim() == 2 else steps.double()
+        return cls(steps[(losses + price * cost.view(-1, *[1] * (losses.dim() - 1))).argmin(dim=0)])
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,9 +90,9 @@ class Oracle(Rule):
         return value <= 0
 
 
-def _steps(losses: Tensor, depths: Sequence[int] | None) -> Tensor:
-    """How many steps each entry of a table stands for, int64 (K,)."""
-    steps = torch.arange(1, losses.shape[0] + 1) if depths is None else torch.tensor(list(depths))
-    if len(steps) != losses.shape[0] or not bool((steps.diff() > 0).all()):
-        raise UserError("Oracle: depths must rise, one for each entry of the table")
+def _steps(losses: Tensor, depths: Tensor | None) -> Tensor:
+    """How many steps each entry of a table stands for, int64 (K,) or (K, G)."""
+    steps = torch.arange(1, losses.shape[0] + 1) if depths is None else depths
+    if len(steps) != losses.shape[0]:
+        raise UserError(f"Oracle: the table has {losses.shape[0]} entries, but {len(steps)} depths are named")
     return steps.to(losses.device)

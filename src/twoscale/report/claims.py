@@ -1,4 +1,4 @@
-"""The paper's claims on geometry, each judged by a rule that is stated beside the verdict.
+"""The paper's claims on geometry, each judged by a rule that is stated beside the verdict; those on exits are in verdict.py.
 
 A claim is a pure function of geometry.jsonl. It may come out confirmed, refuted or undecided, and says on which numbers.
 """

@@ -37,6 +37,27 @@ CAPTIONS: dict[str, tuple[str, str]] = {
         "Settling: the last step is below 1e-4 of the state, or steps shrink by 1 % a step or more. Drifting: they grow"
         " by 1 %, or keep length and direction. Circling: they keep their length and turn.",
     ),
+    "against_tau": (
+        "Time and quality against the threshold",
+        "The paper's three panels. Time: one sequence, cached decoding, the rules taking turns token by token on the same text. A "
+        "threshold is an absolute number, so where a curve bends depends on the size of a model's states.",
+    ),
+    "tradeoff": (
+        "The trade-off",
+        "What decides: loss against cost, every rule beside fixed depths, random exits with the mean steps of acceleration, and two "
+        "oracles that see the labels: the first with one depth for all groups, the second with any depth of a table of some forty. Both as "
+        "run, where tokens also see their neighbours at other depths. Circled: no other setting that can be had is better in both. "
+        "FLOPs and times include a rule's own looks; a random exit's time includes drawing its depths.",
+    ),
+    "steps_taken": (
+        "Steps taken",
+        "How many steps the tokens take in each group, each rule at its cheapest threshold that keeps CE within 0.01 nats.",
+    ),
+    "hard_tokens": (
+        "Which tokens take longest",
+        "Mean steps (over groups) against the token's own loss in the full run, and the tokens with the most and the fewest steps among "
+        "those that occur often. A flat line means that steps have nothing to do with how hard the next token is to tell.",
+    ),
 }
 
 STYLE = """
@@ -51,7 +72,8 @@ p { max-width: 78ch; } .soft { color: var(--soft); }
 th, td { border: 1px solid var(--line); padding: 5px 9px; text-align: left; vertical-align: top; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 .confirmed { color: #00664b; } .refuted { color: #a33d00; } .undecided { color: #5b6775; }
-.outcome { font-weight: 700; white-space: nowrap; }
+.outcome { font-weight: 700; white-space: nowrap; } .advice { font-size: 1.08rem; font-weight: 600; }
+summary { cursor: pointer; margin: 14px 0 6px; color: var(--soft); font-weight: 600; }
 details { margin: 10px 0; } 
 pre { overflow-x: auto; background: var(--card); border: 1px solid var(--line); padding: 10px; font-size: .82rem; }
 a { color: #005a8d; }

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from twoscale.report import tradeoff_figures
 from twoscale.report.load import RunFiles
 from twoscale.report.style import GROUP_COLOURS, VARIANTS, VERDICT_COLOURS, chosen, ordered_colours, visible
 
@@ -44,6 +45,10 @@ def draw_all(run: RunFiles, folder: Path) -> list[str]:
         wanted["limit"] = limit
     if run.sequence is not None:
         wanted |= {"trajectories": trajectories, "verdict_map": verdict_map}
+    if run.sweep is not None and run.sweep.point("full") is not None:
+        wanted |= {"against_tau": tradeoff_figures.against_tau, "tradeoff": tradeoff_figures.tradeoff}
+        if tradeoff_figures.shown_points(run.sweep):
+            wanted |= {"steps_taken": tradeoff_figures.steps_taken, "hard_tokens": tradeoff_figures.hard_tokens}
     for name, draw in wanted.items():
         with plt.rc_context(cast(Any, STYLE)):
             figure = draw(run)

@@ -31,7 +31,7 @@ def accelerations(run: RunFiles) -> list[Panel]:
             if form in group:
                 _band(figure, group[form], 1, GROUP_COLOURS[g % len(GROUP_COLOURS)], f"group {group['name']}")
         log = form != "acceleration_steps"
-        panels.append((title, _layout(figure, "loop step k", "acceleration", log)))
+        panels.append((title, layout(figure, "loop step k", "acceleration", log)))
     return panels
 
 
@@ -50,7 +50,7 @@ def drift_to_loop(run: RunFiles) -> list[Panel]:
                     visible=True if suffix else "legendonly",
                 )  # fmt: skip
         figure.add_hline(y=1, line_color="#888888", line_width=1)
-        panels.append((f"group {boundary['from']} → {boundary['to']}", _layout(figure, "training step", "Drift-to-Loop Ratio")))
+        panels.append((f"group {boundary['from']} → {boundary['to']}", layout(figure, "training step", "Drift-to-Loop Ratio")))
     return panels
 
 
@@ -60,7 +60,7 @@ def limit(run: RunFiles) -> list[Panel]:
         if "limit" in group:
             _band(figure, group["limit"]["distance"], 0, GROUP_COLOURS[g % len(GROUP_COLOURS)], f"group {group['name']}")
     steps = next(g["limit"]["loops"] for g in run.last["groups"] if "limit" in g)
-    return [("all groups", _layout(figure, "loop step k", f"distance to the state at step {steps}", log=True))]
+    return [("all groups", layout(figure, "loop step k", f"distance to the state at step {steps}", log=True))]
 
 
 def trajectories(run: RunFiles) -> list[Panel]:
@@ -101,7 +101,7 @@ def verdict_map(run: RunFiles) -> list[Panel]:
             colorbar={"tickvals": list(range(len(names))), "ticktext": names, "thickness": 12},
         )
     )  # fmt: skip
-    figure = _layout(figure, "token", "")
+    figure = layout(figure, "token", "")
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(tickangle=90, tickfont={"size": 9})
     return [("tokens of one held-out sequence", figure)]
@@ -115,7 +115,7 @@ def _over_training(run: RunFiles, statistic: str, label: str, first_k: int, log:
         for record, colour in zip(records, ordered_colours(len(records)), strict=True):
             if statistic in record["groups"][g]:
                 _band(figure, record["groups"][g][statistic], first_k, colour, f"step {record['step']}")
-        panels.append((f"group {name}", _layout(figure, "loop step k", label, log)))
+        panels.append((f"group {name}", layout(figure, "loop step k", label, log)))
     return panels
 
 
@@ -135,7 +135,7 @@ def _band(figure: go.Figure, values: dict[str, Any], first_k: int, colour: str, 
     )  # fmt: skip
 
 
-def _layout(figure: go.Figure, x: str, y: str, log: bool = False) -> go.Figure:
+def layout(figure: go.Figure, x: str, y: str, log: bool = False) -> go.Figure:
     figure.update_layout(
         template="plotly_white", height=HEIGHT, margin={"l": 58, "r": 8, "t": 6, "b": 44}, hovermode="closest",
         legend={"orientation": "h", "y": -0.25, "font": {"size": 11}},

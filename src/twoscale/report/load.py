@@ -8,6 +8,7 @@ from typing import Any
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
 from twoscale.config.serial import read_json, read_jsonl
+from twoscale.tradeoff.summary import CALIBRATION, SWEEP, Sweep, read_calibration, read_sweep
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class RunFiles:
     """trace/sequence.json: one sequence in full, where it was traced."""
     evaluation: dict[str, Any] | None
     """evaluation.json: held-out loss at several depths, where it was measured."""
+    sweep: Sweep | None = None
+    """sweep.jsonl, where there is one."""
+    calibration: dict[str, Any] | None = None
+    """calibration.json, where there is one."""
 
     @property
     def last(self) -> dict[str, Any]:
@@ -58,6 +63,8 @@ def load_run(folder: Path) -> RunFiles:
         sorted(geometry, key=lambda r: r["step"]),
         _optional(folder / "trace" / "sequence.json"),
         _optional(folder / "evaluation.json"),
+        read_sweep(folder / SWEEP),
+        read_calibration(folder / CALIBRATION),
     )
 
 

@@ -6,20 +6,20 @@ The page opens from disk and asks the network for nothing: plotly's script is in
 import html
 import json
 import platform
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from plotly.offline import get_plotlyjs
 
 from twoscale.config.files import atomic_write, make_folder
 from twoscale.config.serial import to_dict
-from twoscale.report import interactive
+from twoscale.report import interactive, tradeoff_panels
 from twoscale.report.claims import Claim, judge
 from twoscale.report.content import CAPTIONS, DRAW, STYLE
 from twoscale.report.figures import draw_all
 from twoscale.report.load import RunFiles, load_run
+from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, sweep_table
+from twoscale.report.verdict import judge_exits, recommend
 
 PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
     "step_norms": interactive.step_norms,
@@ -29,6 +29,10 @@ PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
     "limit": interactive.limit,
     "trajectories": interactive.trajectories,
     "verdict_map": interactive.verdict_map,
+    "against_tau": tradeoff_panels.against_tau,
+    "tradeoff": tradeoff_panels.tradeoff,
+    "steps_taken": tradeoff_panels.steps_taken,
+    "hard_tokens": tradeoff_panels.hard_tokens,
 }
 
 
@@ -44,18 +48,24 @@ def write_report(folder: Path) -> Path:
 
 
 def render(run: RunFiles, names: list[str]) -> str:
-    claims = judge(run.geometry)
-    body = [_headline(run, claims), "<h2>The paper's claims on this run</h2>", _claims(claims)]
+    claims = judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
+    head, words = recommend(run.sweep, run.calibration) if run.sweep is not None else ("", "")
+    body = [_headline(run, claims, head)]
     for name in names:
         heading, caption = CAPTIONS[name]
         links = f'<a href="figures/{name}.png">PNG</a>, <a href="figures/{name}.pdf">PDF</a>'
-        body.append(f"<section id='{name}'><h2>{heading}</h2><p>{_prose(caption)} <span class='soft'>For print: {links}.</span></p>")
+        body.append(f"<section id='{name}'><h2>{heading}</h2><p>{prose(caption)} <span class='soft'>For print: {links}.</span></p>")
         body.append(_panels(name, PANELS[name](run)) + "</section>")
-    body += ["<h2>Numbers</h2>", _group_table(run), _drift_table(run)]
+    body += ["<h2>Numbers</h2>", group_table(run), drift_table(run)]
     if run.evaluation is not None:
-        body.append(_evaluation_table(run.evaluation))
+        body.append(evaluation_table(run.evaluation))
+    if run.sweep is not None:
+        body.append(sweep_table(run.sweep))
+    body += ["<h2>The paper's claims on this run</h2>", _claims(claims)]
+    if words:
+        body.append(f"<h2>What to use</h2><p id='recommendation'>{prose(words)}</p>")
     body += ["<h2>Set-up</h2>", _setup(run)]
-    title = html.escape(f"{run.config.name}: loop geometry")
+    title = html.escape(f"{run.config.name}: {'loops and exits' if run.sweep is not None else 'loop geometry'}")
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{title}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head><body><main>{''.join(body)}</main>"
@@ -63,23 +73,24 @@ def render(run: RunFiles, names: list[str]) -> str:
     )
 
 
-def _headline(run: RunFiles, claims: list[Claim]) -> str:
+def _headline(run: RunFiles, claims: list[Claim], recommendation: str) -> str:
     m, last = run.config.model, run.last
     verdicts = ", ".join(f"group {g['name']} is {g['verdict']} ({g['verdict_shares'][g['verdict']]:.0%} of tokens)" for g in last["groups"])
     found = "; ".join(f"({c.letter}) <span class='{c.outcome}'>{c.outcome}</span>" for c in claims)
+    advice = f"<p class='advice'>{html.escape(recommendation)}</p>" if recommendation else ""
     return (
-        f"<h1>Loop geometry of {html.escape(run.config.name)}</h1>"
+        f"<h1>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
         f"<p class='soft'>{m.n_layer} layers of width {m.n_embd}, loop groups {html.escape(', '.join(run.names))}, r = {m.mean_loops}, "
         f"trained with {run.config.train.optimizer} for {last['step']} steps ({last['trained_tokens']:,} tokens); "
         f"measured on {last['tokens']:,} held-out tokens, {last['groups'][0]['loops']} loop steps.</p>"
-        f"<p>At the last checkpoint {html.escape(verdicts)}. The paper's claims: {found}.</p>"
+        f"{advice}<p>At the last checkpoint {html.escape(verdicts)}. The paper's claims: {found}.</p>"
     )
 
 
 def _claims(claims: list[Claim]) -> str:
     rows = "".join(
         f"<tr><td>({c.letter}) {html.escape(c.text)}</td><td class='outcome {c.outcome}'>{c.outcome}</td><td>{html.escape(c.measured)}</td>"
-        f"<td class='soft'>{_prose(c.rule)}</td></tr>"
+        f"<td class='soft'>{prose(c.rule)}</td></tr>"
         for c in claims
     )
     head = "<tr><th>claim</th><th>verdict</th><th>measured</th><th>by this rule</th></tr>"
@@ -99,69 +110,6 @@ def _panels(name: str, panels: list[interactive.Panel]) -> str:
     return f"<div class='panels'>{''.join(cards)}</div>"
 
 
-def _group_table(run: RunFiles) -> str:
-    head = ["group", "verdict", "step norm k = 0", "k = 1", "k = 5", "k = 10", "last", "cosine k = 1", "k = 5", "k = 10"]
-    head += ["contraction rate", "spectral radius (largest)"]
-    rows = []
-    for g in run.last["groups"]:
-        norms, cosines = g["step_norm"]["mean"], g.get("step_cosine", {"mean": []})["mean"]
-        numbers = [*(_at(norms, k) for k in (0, 1, 5, 10)), norms[-1], *(_at(cosines, k - 1) for k in (1, 5, 10))]
-        limit = g.get("limit")
-        numbers += [limit["contraction_rate"]["mean"], limit["spectral_radius"]["max"]] if limit else [None, None]
-        cells = "".join(f"<td class='n'>{_number(v)}</td>" for v in numbers)
-        rows.append(f"<tr><td>{html.escape(str(g['name']))}</td><td>{html.escape(str(g['verdict']))}</td>{cells}</tr>")
-    return _table(f"Steps at the last checkpoint (step {run.last['step']}), mean over tokens", head, rows)
-
-
-def _drift_table(run: RunFiles) -> str:
-    if not run.last["boundaries"]:
-        return ""
-    variants = [v for v in run.last["boundaries"][0]["dlr"] if v.endswith("_k1")]
-    head = [
-        "boundary",
-        "training step",
-        *(f"{v.removesuffix('_k1')}, k ≥ 1" for v in variants),
-        *(f"{v.removesuffix('_k1')}, all k" for v in variants),
-    ]
-    rows = []
-    for b, boundary in enumerate(run.last["boundaries"]):
-        for record in (run.geometry[0], run.last) if len(run.geometry) > 1 else (run.last,):
-            dlr = record["boundaries"][b]["dlr"]
-            cells = "".join(
-                f"<td class='n'>{_number(dlr[v]['mean'])}</td>" for v in [*variants, *(v.removesuffix("_k1") for v in variants)]
-            )
-            where = html.escape(f"{boundary['from']} → {boundary['to']}")
-            rows.append(f"<tr><td>{where}</td><td class='n'>{int(record['step'])}</td>{cells}</tr>")
-    note = "Drift-to-Loop Ratio, mean over tokens; the first row of a boundary is the control: what the ratio was at the first measurement"
-    return _table(note, head, rows)
-
-
-def _evaluation_table(evaluation: dict[str, Any]) -> str:
-    loops = evaluation["cross_entropy_by_loops"]
-    cells = "".join(f"<td class='n'>{v:.4f}</td>" for v in loops.values())
-    row = f"<tr>{cells}<td class='n'>{evaluation['bigram_cross_entropy']:.4f}</td></tr>"
-    head = [*(f"{k} loop{'s' if k != '1' else ''}" for k in loops), "bigram"]
-    return _table(f"Held-out cross-entropy in nats a token, {evaluation['tokens']:,} tokens", head, [row])
-
-
-def _table(caption: str, head: list[str], rows: list[str]) -> str:
-    cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
-    return f"<h3>{html.escape(caption)}</h3><div class='scroll'><table><tr>{cells}</tr>{''.join(rows)}</table></div>"
-
-
-def _prose(text: str) -> str:
-    """Escaped text with `names` set as code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
-
-
-def _at(values: list[float | None], k: int) -> float | None:
-    return values[k] if len(values) > k else None
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
-
-
 def _setup(run: RunFiles) -> str:
     seconds = sum(r.get("geometry_s", 0.0) for r in run.metrics)
     tokens = run.config.train.batch_size * run.config.model.block_size
@@ -171,10 +119,13 @@ def _setup(run: RunFiles) -> str:
         if training
         else ""
     )
+    swept = ", <code>twoscale calibrate RUN</code>" * (run.calibration is not None) + ", <code>twoscale sweep RUN</code>" * (
+        run.sweep is not None
+    )
     config = html.escape(json.dumps(to_dict(run.config), indent=1))
     name = html.escape(str(run.config.name))
     return (
-        f"{cost}<p>Made with <code>twoscale trace RUN</code> and <code>twoscale report RUN</code>; seed {run.config.train.seed}; "
+        f"{cost}<p>Made with <code>twoscale trace RUN</code>{swept} and <code>twoscale report RUN</code>; seed {run.config.train.seed}; "
         f"Python {platform.python_version()}, {html.escape(platform.machine())}.</p>"
         f"<details><summary>The full config of {name}</summary><pre>{config}</pre></details>"
     )

@@ -12,6 +12,28 @@ VARIANTS = {
     "initial": ("#CC79A7", "D", "diamond"),
     "input": ("#666666", "x", "x"),
 }
+FAMILIES = {  # curve of a sweep -> (label, colour, matplotlib's marker, plotly's symbol); the paper's three rules in its colours
+    "step-norm": ("step norm", "#0072B2", "o", "circle"),
+    "kl": ("KL", "#E69F00", "s", "square"),
+    "acceleration": ("acceleration", "#009E73", "^", "triangle-up"),
+    "learned": ("learned controller", "#CC79A7", "D", "diamond"),
+    "calibrated": ("calibrated", "#000000", "*", "star"),
+    "fixed": ("fixed depth", "#666666", "x", "x"),
+    "fixed-one": ("fixed depth of one group", "#B8B8B8", "+", "cross"),
+    "random": ("random exit", "#8B5A2B", "v", "triangle-down"),
+    "oracle-stay": ("oracle, stays within eps", "#56B4E9", "h", "hexagon"),
+    "oracle-lagrange": ("oracle, loss + price x steps", "#D55E00", "p", "pentagon"),
+}
+_OTHERS = ("#7F3C8D", "#A5AA99", "#4B4B8F", "#80BA5A")
+
+
+def family_look(name: str) -> tuple[str, str, str, str]:
+    """Label, colour and markers of a curve; a rule that is not in the paper gets a colour by its name."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    return name, _OTHERS[sum(map(ord, name)) % len(_OTHERS)], "d", "diamond-tall"
+
+
 _VIRIDIS = ("#440154", "#414487", "#2A788E", "#22A884", "#7AD151")  # without the yellow end, which is lost on white
 
 

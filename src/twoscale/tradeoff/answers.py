@@ -3,7 +3,7 @@
 Shapes: N windows, T tokens, G groups, K the most steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,9 @@ def describe(config: ModelConfig, text: Text, given: Answers, full: Answers, exi
     }  # fmt: skip
 
 
-def hard_tokens(text: Text, given: Answers, full: Answers, shown: int = 12, bins: int = 8) -> dict[str, Any]:
+def hard_tokens(
+    text: Text, given: Answers, full: Answers, spell: Callable[[int], str] = str, shown: int = 12, bins: int = 8
+) -> dict[str, Any]:
     """What the tokens that took longest have in common: tokens by mean steps, and mean steps against the token's loss."""
     mean = given.steps.double().mean(dim=-1).flatten().numpy()
     losses, ids = full.losses.flatten().numpy(), text.ids.flatten().numpy()
@@ -118,6 +120,6 @@ def hard_tokens(text: Text, given: Answers, full: Answers, shown: int = 12, bins
     often = np.flatnonzero(counts >= max(5, len(ids) // 1000))
     slow = often[np.argsort(-steps[often], kind="stable")]
     ends = [*slow[:shown], *slow[max(shown, len(slow) - shown) :]]
-    tokens = [{"token": int(kinds[i]), "count": int(counts[i]), "steps": float(steps[i]), "loss": float(loss[i])} for i in ends]
+    tokens = [{"token": spell(int(kinds[i])), "count": int(counts[i]), "steps": float(steps[i]), "loss": float(loss[i])} for i in ends]
     correlation = float(np.corrcoef(mean, losses)[0, 1]) if mean.std() > 0 and losses.std() > 0 else None
     return {"tokens": tokens, "by_loss": by_loss, "correlation": correlation}

@@ -8,15 +8,18 @@ oracle can take part.
 import random
 import time
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import torch
 
 from twoscale.engine import Engine
+from twoscale.engine.cache import Cache
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.text import Text
 
 REFERENCE = "full"
+REPEATS = 3  # of one token, whose median counts
 TOGETHER = 12  # points that take turns, the full run among them: each holds a cache
 
 
@@ -32,7 +35,7 @@ class Pace:
     """Engines for all points; `round` measures some of them."""
 
     def __init__(
-        self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: Text, prompt: int = 32, tokens: int = 16
+        self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: Text, prompt: int = 32, tokens: int = 10
     ) -> None:
         T = text.ids.shape[1]
         self.prompt = max(1, min(prompt, T - 2))
@@ -48,18 +51,24 @@ class Pace:
         seconds = dict.fromkeys(names, 0.0)
         order = random.Random(number)
         for token in ids[self.prompt : self.prompt + self.tokens]:
-            for name in order.sample(names, len(names)):
-                started = time.perf_counter()
-                self._one(self.engines[name], window, caches[name], token)
-                seconds[name] += time.perf_counter() - started
+            tries: dict[str, list[float]] = {name: [] for name in names}
+            for repeat in range(REPEATS):
+                for name in order.sample(names, len(names)):
+                    started = time.perf_counter()
+                    self._one(self.engines[name], window, caches[name], token)
+                    tries[name].append(time.perf_counter() - started)
+                    if repeat < REPEATS - 1:
+                        caches[name].length -= 1  # the token is forgotten, and written again
+            for name in names:
+                seconds[name] += median(tries[name])
         return {name: 1e3 * s / self.tokens for name, s in seconds.items()}
 
     @torch.inference_mode()
-    def _one(self, engine: Engine, window: int, cache: object, token: int) -> None:
-        x, _ = engine.run([(window, cache, [token])])  # type: ignore[list-item]
+    def _one(self, engine: Engine, window: int, cache: Cache, token: int) -> None:
+        x, _ = engine.run([(window, cache, [token])])
         engine.model.head(x).argmax(dim=-1).item()
 
-    def _prefill(self, engine: Engine, window: int, ids: list[int]) -> object:
+    def _prefill(self, engine: Engine, window: int, ids: list[int]) -> Cache:
         cache = engine.open(self.prompt + self.tokens)
         pieces = [[token] for token in ids] if engine.token_by_token else [ids]
         for piece in pieces:

@@ -6,6 +6,7 @@ table of losses after every number of steps.
 Shapes: K the most steps, N windows, T tokens, G groups.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ CHANCES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)  # thresholds of the learned controll
 NEAR = (0.003, 0.01, 0.03, 0.1)  # nats within which the first oracle stays
 PRICES = (0.001, 0.003, 0.01, 0.03)  # nats a step that the second one pays
 DEPTHS = (1, 2, 4)  # of one group, the others at full depth
+MIXED = 27  # combinations of depths in different groups that the second oracle may choose from as well
 SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # fixed depths of which a point is made
 
 
@@ -33,13 +35,41 @@ class Seen:
     """What has been measured so far."""
 
     records: Mapping[str, dict[str, Any]]
-    table: Callable[[], tuple[tuple[int, ...], Tensor]]
-    """Depths, and the losses of every token at that depth of all groups (K, N, T); made when first asked for."""
+    table: Callable[[], "Table"]
+    """Every token's loss at many depths; made when first asked for."""
 
 
-def table_depths(loops: int) -> tuple[int, ...]:
-    """Depths that the oracles choose from: every one up to 12, fewer beyond, and the full run."""
-    return tuple(k for k in range(1, loops + 1) if k <= 12 or k == 14 or k in SHOWN or k == loops)
+@dataclass(frozen=True)
+class Table:
+    """Losses of every token at many depths of the groups, for the oracles to choose from."""
+
+    depths: Tensor
+    """int64 (K, G): first those with the same depth in all groups, rising to the full run, then mixed ones."""
+    same: int
+    """How many have the same depth in all groups."""
+    losses: Tensor
+    """(K, N, T)."""
+
+    def at(self, depths: Tensor) -> Tensor:
+        """What the table says of each token at its depths (N, T, G), which must be in it: (N, T). What a run of those depths gives
+        differs a little, since tokens also see each other's states at other depths."""
+        place = (self.depths[:, None, None] == depths).all(dim=-1).long().argmax(dim=0)
+        return torch.gather(self.losses, 0, place[None])[0]
+
+
+def same_depths(loops: int) -> list[int]:
+    """Depths of all groups together that are tried: every one up to 12, fewer beyond, and the full run."""
+    return [k for k in range(1, loops + 1) if k <= 12 or k == 14 or k in SHOWN or k == loops]
+
+
+def mixed_depths(groups: int, enough: int) -> list[tuple[int, ...]]:
+    """Other depths that are tried: 1, 2 or enough steps in each group, in all combinations while they are few."""
+    levels = sorted({1, min(2, enough), enough})
+    if len(levels) ** groups <= MIXED:
+        found = list(itertools.product(levels, repeat=groups))
+    else:
+        found = [tuple(k if i == g else enough for i in range(groups)) for g in range(groups) for k in levels]
+    return [depths for depths in dict.fromkeys(found) if len(set(depths)) > 1]
 
 
 @dataclass(frozen=True)
@@ -118,14 +148,12 @@ def _as_random(other: str, loops: int) -> Callable[[Seen], Exit]:
 
 
 def _stay(eps: float) -> Callable[[Seen], Exit]:
-    return lambda seen: exits.Oracle.stay(seen.table()[1], eps, seen.table()[0])
+    return lambda seen: _stay_within(seen.table(), eps)
 
 
 def _lagrange(price: float) -> Callable[[Seen], Exit]:
-    return lambda seen: exits.Oracle.lagrange(seen.table()[1], price, seen.table()[0])
+    return lambda seen: exits.Oracle.lagrange(seen.table().losses, price, seen.table().depths)
 
 
-def table_losses(steps: Sequence[int], table: Tensor, depths: Tensor) -> Tensor:
-    """What the table says of each token at its depth: (N, T). What a run of those depths gives differs a little, since tokens
-    also see each other's states at other depths."""
-    return torch.gather(table, 0, torch.searchsorted(torch.tensor(list(steps)), depths)[None])[0]
+def _stay_within(table: Table, eps: float) -> exits.Oracle:
+    return exits.Oracle.stay(table.losses[: table.same], eps, table.depths[: table.same, 0])

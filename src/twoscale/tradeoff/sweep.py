@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from twoscale import exits
 from twoscale.config import UserError
@@ -24,7 +23,7 @@ from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.answers import Answers, answers, describe, hard_tokens
 from twoscale.tradeoff.pace import REFERENCE, Pace, parties
-from twoscale.tradeoff.points import Point, Seen, table_depths, table_losses
+from twoscale.tradeoff.points import Point, Seen, Table, mixed_depths, same_depths
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.tradeoff.text import Text
 from twoscale.train.metrics import ProgressLine
@@ -33,6 +32,7 @@ from twoscale.train.parallel import World
 J = TypeVar("J")
 R = TypeVar("R")
 VERSION = 1
+NEGLIGIBLE = 0.002  # nats: a depth is enough when the loss is that near to the full run's
 
 
 def fingerprint(weights: Path) -> str:
@@ -48,14 +48,26 @@ class Sweeper:
     """One sweep of one model on one text."""
 
     def __init__(
-        self, model: LoopedGPT, text: Text, loops: int, path: Path, about: dict[str, Any], world: World, rounds: int, windows: int
+        self,
+        model: LoopedGPT,
+        text: Text,
+        loops: int,
+        path: Path,
+        about: dict[str, Any],
+        world: World,
+        rounds: int,
+        windows: int,
+        spell: Callable[[int], str] = str,
     ) -> None:
+        """`about` names the checkpoint; `spell` gives a token's text."""
+        self.spell = spell
         self.model, self.text, self.loops, self.path, self.world, self.rounds = model, text, loops, path, world, rounds
         self.header = {
             "kind": "sweep", "version": VERSION, **about, "loops": loops, "windows": len(text.ids), "asked_windows": windows,
             "tokens": text.targets.numel(), "clusters": text.n_clusters, "by": text.by, "groups": model.config.n_groups,
         }  # fmt: skip
-        self.depths: dict[int, Answers] = {}
+        self.depths: dict[tuple[int, ...], Answers] = {}
+        self.table: Table | None = None
         self.records: dict[str, dict[str, Any]] = {}
         self.set_aside: Path | None = None
 
@@ -141,16 +153,28 @@ class Sweeper:
 
     def _depth(self, k: int) -> Answers:
         """The model's answers with k steps in every group, kept: points of fixed depth and the oracles' table share them."""
-        if k not in self.depths:
-            self.depths[k] = answers(self.model, self.text, None, k)
-        return self.depths[k]
+        depths = (k,) * self.model.config.n_groups
+        if depths not in self.depths:
+            self.depths[depths] = answers(self.model, self.text, None, depths)
+        return self.depths[depths]
 
-    def _table(self) -> tuple[tuple[int, ...], Tensor]:
-        """Depths, and the losses of every token at each of them: (K, N, T)."""
-        steps = table_depths(self.loops)
-        for k, found in self._spread([k for k in steps if k not in self.depths], lambda k: answers(self.model, self.text, None, k)):
-            self.depths[k] = found
-        return steps, torch.stack([self.depths[k].losses for k in steps])
+    def _table(self) -> Table:
+        """Losses of every token at many depths. Every process takes part in making it."""
+        if self.table is None:
+            n = self.model.config.n_groups
+            same = [(k,) * n for k in same_depths(self.loops)]
+            self._answer(same)
+            means = [float(self.depths[d].losses.mean()) for d in same]
+            enough = next(d[0] for d, ce in zip(same, means, strict=True) if abs(ce - means[-1]) <= NEGLIGIBLE)
+            mixed = mixed_depths(n, enough)
+            self._answer(mixed)
+            self.table = Table(torch.tensor(same + mixed), len(same), torch.stack([self.depths[d].losses for d in same + mixed]))
+        return self.table
+
+    def _answer(self, wanted: Sequence[tuple[int, ...]]) -> None:
+        missing = [depths for depths in wanted if depths not in self.depths]
+        for depths, found in self._spread(missing, lambda depths: answers(self.model, self.text, None, depths)):
+            self.depths[depths] = found
 
     def _measure(self, point: Point, exit: Exit | None) -> dict[str, Any]:
         c = self.model.config
@@ -162,9 +186,10 @@ class Sweeper:
         record: dict[str, Any] = {"kind": "point", "id": point.id, "family": point.family, "setting": point.setting, "label": point.label}
         record |= describe(c, self.text, found, self.full, exit)
         if isinstance(exit, exits.Oracle):
-            record["ce_table"] = float(table_losses(*self._table(), exit.depths).mean())
+            depths = exit.depths if exit.depths.dim() == 3 else exit.depths[..., None].expand(*exit.depths.shape, c.n_groups)
+            record["ce_table"] = float(self._table().at(depths).mean())
         elif exit is not None and not point.family.startswith(("fixed", "random")):
-            record["hard"] = hard_tokens(self.text, found, self.full)
+            record["hard"] = hard_tokens(self.text, found, self.full, self.spell)
         return record
 
     def _time(self, wanted: dict[str, Exit | None], timed: set[tuple[int, str]], line: ProgressLine, done: int) -> None:

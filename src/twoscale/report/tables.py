@@ -1,0 +1,97 @@
+"""Tables of the page."""
+
+import html
+import re
+from typing import Any
+
+from twoscale.report.load import RunFiles
+from twoscale.report.style import family_look
+from twoscale.tradeoff.summary import Sweep
+
+
+def group_table(run: RunFiles) -> str:
+    head = ["group", "verdict", "step norm k = 0", "k = 1", "k = 5", "k = 10", "last", "cosine k = 1", "k = 5", "k = 10"]
+    head += ["contraction rate", "spectral radius (largest)"]
+    rows = []
+    for g in run.last["groups"]:
+        norms, cosines = g["step_norm"]["mean"], g.get("step_cosine", {"mean": []})["mean"]
+        numbers = [*(_at(norms, k) for k in (0, 1, 5, 10)), norms[-1], *(_at(cosines, k - 1) for k in (1, 5, 10))]
+        limit = g.get("limit")
+        numbers += [limit["contraction_rate"]["mean"], limit["spectral_radius"]["max"]] if limit else [None, None]
+        cells = "".join(f"<td class='n'>{_number(v)}</td>" for v in numbers)
+        rows.append(f"<tr><td>{html.escape(str(g['name']))}</td><td>{html.escape(str(g['verdict']))}</td>{cells}</tr>")
+    return table(f"Steps at the last checkpoint (step {run.last['step']}), mean over tokens", head, rows)
+
+
+def drift_table(run: RunFiles) -> str:
+    if not run.last["boundaries"]:
+        return ""
+    variants = [v for v in run.last["boundaries"][0]["dlr"] if v.endswith("_k1")]
+    head = [
+        "boundary",
+        "training step",
+        *(f"{v.removesuffix('_k1')}, k ≥ 1" for v in variants),
+        *(f"{v.removesuffix('_k1')}, all k" for v in variants),
+    ]
+    rows = []
+    for b, boundary in enumerate(run.last["boundaries"]):
+        for record in (run.geometry[0], run.last) if len(run.geometry) > 1 else (run.last,):
+            dlr = record["boundaries"][b]["dlr"]
+            cells = "".join(
+                f"<td class='n'>{_number(dlr[v]['mean'])}</td>" for v in [*variants, *(v.removesuffix("_k1") for v in variants)]
+            )
+            where = html.escape(f"{boundary['from']} → {boundary['to']}")
+            rows.append(f"<tr><td>{where}</td><td class='n'>{int(record['step'])}</td>{cells}</tr>")
+    note = "Drift-to-Loop Ratio, mean over tokens; the first row of a boundary is the control: what the ratio was at the first measurement"
+    return table(note, head, rows)
+
+
+def evaluation_table(evaluation: dict[str, Any]) -> str:
+    loops = evaluation["cross_entropy_by_loops"]
+    cells = "".join(f"<td class='n'>{v:.4f}</td>" for v in loops.values())
+    row = f"<tr>{cells}<td class='n'>{evaluation['bigram_cross_entropy']:.4f}</td></tr>"
+    head = [*(f"{k} loop{'s' if k != '1' else ''}" for k in loops), "bigram"]
+    return table(f"Held-out cross-entropy in nats a token, {evaluation['tokens']:,} tokens", head, [row])
+
+
+def table(caption: str, head: list[str], rows: list[str]) -> str:
+    cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+    return f"<h3>{html.escape(caption)}</h3><div class='scroll'><table><tr>{cells}</tr>{''.join(rows)}</table></div>"
+
+
+def prose(text: str) -> str:
+    """Escaped text with `names` set as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def _at(values: list[float | None], k: int) -> float | None:
+    return values[k] if len(values) > k else None
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def sweep_table(sweep: Sweep) -> str:
+    """Every point of the sweep; folded, because there are many."""
+    head = ["curve", "setting", "mean steps", "by group (spread)", "CE", "PPL", "dCE", "95 % interval", "agreement", "MFLOP a token"]
+    head += ["ms a token", "interval", "Pareto front"]
+    fronts = {cost: {p["id"] for p in sweep.front(cost)} for cost in ("flops", "ms")}
+    rows = []
+    for p in sweep.points:
+        by_group = ", ".join(f"{g['mean']:.1f} ({g['std']:.1f})" for g in p["steps"])
+        timed = p.get("ms") is not None
+        numbers = [
+            f"{p['mean_steps']:.2f}", by_group, f"{p['ce']:.4f}", f"{p['ppl']:.3f}", f"{p['dce']:+.4f}",
+            f"{p['dce_low']:+.4f} … {p['dce_high']:+.4f}",
+            f"{p['agree']:.1%}", f"{p['flops'] / 1e6:.2f}", f"{p['ms']:.2f}" if timed else "–",
+            f"{p['ms_low']:.2f} … {p['ms_high']:.2f}" if timed else "–", ", ".join(c for c in fronts if p["id"] in fronts[c]),
+        ]  # fmt: skip
+        cells = "".join(f"<td class='n'>{html.escape(n)}</td>" for n in numbers)
+        rows.append(f"<tr><td>{html.escape(family_look(p['family'])[0])}</td><td>{html.escape(p['label'] or p['id'])}</td>{cells}</tr>")
+    h = sweep.header
+    note = (
+        f"{h['checkpoint']}, {h['tokens']:,} held-out tokens of {h['clusters']} {h['by']} (long ones in pieces), "
+        f"at most {h['loops']} loops, {sweep.rounds} rounds of timing"
+    )
+    return f"<details><summary>All {len(rows)} points of the sweep</summary>{table(note, head, rows)}</details>"
