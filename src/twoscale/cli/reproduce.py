@@ -1,6 +1,7 @@
 """`twoscale reproduce`: the main job in one folder, stage after stage; what is done is skipped.
 
 twoscale reproduce --preset tiny
+twoscale reproduce --preset tiny --quick        # with a short calibration and sweep
 """
 
 import time
@@ -12,6 +13,8 @@ from twoscale.cli.parse import say
 from twoscale.cli.train import TrainArgs, parse_train, train
 from twoscale.config import RunConfig, UserError
 from twoscale.config.serial import read_json
+from twoscale.report.verdict import recommend
+from twoscale.tradeoff.summary import SWEEP, read_sweep
 
 EVALUATION = "evaluation.json"
 REPORT = Path("report") / "index.html"
@@ -19,7 +22,8 @@ LOOPS = (1, 2, 4, 8, 12, 20, 30)
 
 
 def run(args: list[str]) -> int:
-    parsed = parse_train(args, "twoscale reproduce")
+    quick = "--quick" in args
+    parsed = parse_train([word for word in args if word != "--quick"], "twoscale reproduce")
     if parsed.resume is not None or parsed.data_dir is not None:
         raise UserError("reproduce works in one folder: give --out alone, it goes on by itself")
     out = parsed.out or Path("runs") / parsed.config.name
@@ -28,13 +32,20 @@ def run(args: list[str]) -> int:
         "evaluate": lambda: _evaluate_stage(parsed.config, out),
     }
     if parsed.config.model.n_groups:
-        stages |= {"trace": lambda: _trace_stage(out), "report": lambda: _report_stage(out)}
+        stages |= {
+            "trace": lambda: _trace_stage(out),
+            "calibrate": lambda: _calibrate_stage(out, quick),
+            "sweep": lambda: _sweep_stage(out, quick),
+            "report": lambda: _report_stage(out),
+        }
     started = time.monotonic()
     for i, (name, stage) in enumerate(stages.items(), start=1):
         say(f"[{i}/{len(stages)}] {name}")
         if (code := stage()) != 0:
             return code
     _print_table(read_json(out / EVALUATION))
+    if (swept := read_sweep(out / SWEEP)) is not None:
+        print(recommend(swept)[0])
     if parsed.config.model.n_groups:
         print(f"report    {out / REPORT}")
     say(f"done in {time.monotonic() - started:.0f} s; the run is in {out}")
@@ -100,10 +111,30 @@ def _trace_stage(out: Path) -> int:
     return 0
 
 
+def _calibrate_stage(out: Path, quick: bool) -> int:
+    """Thresholds for each group; before the sweep, which then shows them beside everything else."""
+    from twoscale.cli.calibrate import CalibrateArgs, calibrate_run, describe
+    from twoscale.tradeoff.open import calibrated_exit, find_checkpoint, name_checkpoint
+
+    if calibrated_exit(out, name_checkpoint(find_checkpoint(out, None)), must=False) is not None:
+        say("already calibrated")
+        return 0
+    say(describe(calibrate_run(CalibrateArgs(out, max_dce=0.005, **({"loops": 8, "windows": 6} if quick else {})))))
+    return 0
+
+
+def _sweep_stage(out: Path, quick: bool) -> int:
+    """Everything that the file does not hold yet; a finished sweep is only read."""
+    from twoscale.cli.sweep import SweepArgs, sweep_run
+
+    sweep_run(SweepArgs(out, **({"loops": 8, "windows": 4, "rounds": 1} if quick else {})))
+    return 0
+
+
 def _report_stage(out: Path) -> int:
     from twoscale.report.page import write_report
 
-    made_from = [out / name for name in ("geometry.jsonl", EVALUATION, "trace/sequence.json")]
+    made_from = [out / name for name in ("geometry.jsonl", EVALUATION, "trace/sequence.json", "sweep.jsonl", "calibration.json")]
     page = out / REPORT
     if page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
         say("already written")

@@ -136,7 +136,7 @@ def steps_taken(run: RunFiles) -> Figure:
         ax.set(title=f"group {run.names[g]}" if g < len(run.names) else "", xlabel="steps taken")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes[0][0].set_ylabel("share of tokens")
-    handles = [Line2D([], [], color=family_look(p["family"])[1], label=p["id"]) for p in shown]
+    handles = [Line2D([], [], color=family_look(p["family"])[1], label=short_name(p)) for p in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
     return figure
 
@@ -149,7 +149,9 @@ def hard_tokens(run: RunFiles) -> Figure:
     _title(figure, run)
     for p in shown:
         x, y = [b["loss"] for b in p["hard"]["by_loss"]], [b["steps"] for b in p["hard"]["by_loss"]]
-        ax.plot(x, y, color=family_look(p["family"])[1], marker=family_look(p["family"])[2], markersize=4.5, linewidth=1.4, label=p["id"])
+        ax.plot(
+            x, y, color=family_look(p["family"])[1], marker=family_look(p["family"])[2], markersize=4.5, linewidth=1.4, label=short_name(p)
+        )
     ax.set(xlabel="loss of the token in the full run (nats), eighths", ylabel="mean steps")
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(5, max(1, len(labels))), frameon=False)
@@ -157,8 +159,12 @@ def hard_tokens(run: RunFiles) -> Figure:
     tokens = p["hard"]["tokens"][::-1]
     bars.plot([t["steps"] for t in tokens], range(len(tokens)), "o", color=family_look(p["family"])[1], markersize=5)
     bars.set_yticks(range(len(tokens)), [visible(t["token"])[:12].replace("$", r"\$") for t in tokens], fontsize=7)
-    bars.set(xlabel="mean steps", title=f"most and fewest steps, {p['id']}")
+    bars.set(xlabel="mean steps", title=f"most and fewest steps, {short_name(p)}")
     return figure
+
+
+def short_name(point: dict[str, Any]) -> str:
+    return "calibrated" if point["family"] == "calibrated" else str(point["id"])
 
 
 def slowest_of(sweep: Sweep) -> dict[str, Any]:

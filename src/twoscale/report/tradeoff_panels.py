@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from twoscale.report.interactive import Panel, layout
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look, visible
-from twoscale.report.tradeoff_figures import CURVES, PAPER, rules_of, shown_points, slowest_of
+from twoscale.report.tradeoff_figures import CURVES, PAPER, rules_of, short_name, shown_points, slowest_of
 from twoscale.report.verdict import rise
 from twoscale.tradeoff.summary import ORACLES
 
@@ -86,7 +86,7 @@ def steps_taken(run: RunFiles) -> list[Panel]:
         for p in shown_points(run.sweep):
             counts = p["steps"][g]["histogram"][1:]
             figure.add_scatter(
-                x=list(range(1, 1 + len(counts))), y=[c / sum(counts) for c in counts], name=p["id"], mode="lines",
+                x=list(range(1, 1 + len(counts))), y=[c / sum(counts) for c in counts], name=short_name(p), mode="lines",
                 line={"color": family_look(p["family"])[1], "shape": "hvh", "width": 2}, hovertemplate="%{x} steps: %{y:.1%}",
             )  # fmt: skip
         layout(figure, "steps taken", "share of tokens")
@@ -101,8 +101,9 @@ def hard_tokens(run: RunFiles) -> list[Panel]:
     for p in shown_points(run.sweep):
         _, colour, _, symbol = family_look(p["family"])
         figure.add_scatter(
-            x=[b["loss"] for b in p["hard"]["by_loss"]], y=[b["steps"] for b in p["hard"]["by_loss"]], name=p["id"], mode="lines+markers",
-            line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 7}, hovertemplate="loss %{x:.2f}: %{y:.2f} steps",
+            x=[b["loss"] for b in p["hard"]["by_loss"]], y=[b["steps"] for b in p["hard"]["by_loss"]], name=short_name(p),
+            mode="lines+markers", line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 7},
+            hovertemplate="loss %{x:.2f}: %{y:.2f} steps",
         )  # fmt: skip
     layout(figure, "loss of the token in the full run (nats), eighths of the tokens", "mean steps")
     p = slowest_of(run.sweep)

@@ -124,7 +124,7 @@ def best(sweep: Sweep, families: tuple[str, ...] | None = None, limit: float = F
 
 
 def name_of(point: Point) -> str:
-    return f"{point['id']} ({point['label']})" if point.get("label") else str(point["id"])
+    return str(point.get("label") or point["id"])
 
 
 def recommend(sweep: Sweep, calibration: dict[str, Any] | None = None) -> tuple[str, str]:

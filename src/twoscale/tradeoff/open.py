@@ -58,8 +58,13 @@ def open_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = N
     data = TokenData(find_data(run, data_dir), "val")
     if data.tokenizer != tokenizer.fingerprint:
         raise UserError(f"{data.folder} was made with another tokenizer than this model's: give its own shards with --data-dir")
-    about = {"checkpoint": folder.name, "weights": fingerprint(folder / ckpt.MODEL)}
+    about = name_checkpoint(folder)
     return Opened(model.to(device or torch.device("cpu")), tokenizer, data, about)
+
+
+def name_checkpoint(folder: Path) -> dict[str, Any]:
+    """A checkpoint by name and by content."""
+    return {"checkpoint": folder.name, "weights": fingerprint(folder / ckpt.MODEL)}
 
 
 def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: bool = True) -> dict[int, exits.Rule] | None:
@@ -89,7 +94,7 @@ def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:
     """Rules and most loops that a run, or one checkpoint of it, was calibrated for."""
     run = path if (path / "checkpoints").is_dir() or path.parent.name != "checkpoints" else path.parent.parent
     folder = path if (path / ckpt.MODEL).exists() else find_checkpoint(path, None)
-    about = {"checkpoint": folder.name, "weights": fingerprint(folder / ckpt.MODEL)}
+    about = name_checkpoint(folder)
     rules = calibrated_exit(run, about)
     found = read_calibration(run / CALIBRATION)
     assert rules is not None and found is not None

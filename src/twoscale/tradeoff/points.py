@@ -113,7 +113,8 @@ def grid(
             rule = exits.Learned(tau, weights=learned.heads)
             ruled.append(Point(f"learned:{tau!r}", "learned", tau, _same(rule)))
     if calibrated is not None:
-        ruled.append(Point("calibrated", "calibrated", None, _same(dict(calibrated)), ", ".join(map(exits.spell, calibrated.values()))))
+        words = [_short(calibrated.get(g)) for g in range(config.n_groups)]
+        ruled.append(Point(f"calibrated {' '.join(words)}", "calibrated", None, _same(dict(calibrated)), f"calibrated: {', '.join(words)}"))
     leading = [p for p in ruled if p.family in ("acceleration", "calibrated")] or ruled
     after = [Point(f"random~{p.id}", "random", p.setting, _as_random(p.id, loops)) for p in leading]
     after += [Point(f"oracle-stay:{eps!r}", "oracle-stay", eps, _stay(eps)) for eps in NEAR]
@@ -132,6 +133,13 @@ def settings(name: str, taus: Sequence[float]) -> list[exits.Rule]:
     if main_setting(kind) == "tau":
         return [exits.parse(f"{name}:{tau!r}") for tau in taus]
     return [exits.parse(name)]
+
+
+def _short(rule: exits.Rule | None) -> str:
+    """A group's calibrated rule in a word."""
+    if rule is None:
+        return "all"
+    return f"learned:{rule.tau:g}" if isinstance(rule, exits.Learned) else exits.spell(rule)
 
 
 def _same(exit: Exit) -> Callable[[Seen], Exit]:

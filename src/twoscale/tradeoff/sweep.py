@@ -84,6 +84,8 @@ class Sweeper:
                 aside = aside.with_name(f"{self.path.stem}-{lines[0].get('checkpoint', 'other')}-{number}{self.path.suffix}")
             os.replace(self.path, aside)
             self.set_aside, lines = aside, []
+        elif lines and self.path.read_text(encoding="utf-8").count("\n") == len(lines):
+            return  # whole: nothing to mend
         if not lines:
             lines = [self.header | {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}]
         with atomic_write(self.path) as f:  # without the line that a kill has cut
@@ -115,6 +117,8 @@ class Sweeper:
         timed = {(line["round"], name) for line in lines if line.get("kind") == "round" for name in line["ms"]}
         untimed = [p for p in points if any((r, p.id) not in timed for r in range(self.rounds))]
         todo = [p for p in points if p.id not in self.records]
+        if not todo and not untimed:
+            return self._read()
         line = ProgressLine(0, len(todo) + self.rounds * bool(untimed), "sweep") if self.world.main else None
         seen = Seen(self.records, self._table)
         self.full = self._depth(self.loops)
@@ -135,6 +139,9 @@ class Sweeper:
                 self._time({p.id: p.exit(seen) for p in untimed}, timed, line, done)
             line.close()
         self.world.barrier()
+        return self._read()
+
+    def _read(self) -> Sweep:
         found = read_sweep(self.path)
         assert found is not None
         return found
