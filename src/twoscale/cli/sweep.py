@@ -53,7 +53,7 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
     """The sweep; None in all processes but the first."""
     from twoscale.tradeoff.controller import controller
     from twoscale.tradeoff.open import calibrated_exit, open_run
-    from twoscale.tradeoff.points import grid
+    from twoscale.tradeoff.points import grid, settings
     from twoscale.tradeoff.sweep import Sweeper
     from twoscale.train.parallel import open_world
 
@@ -61,6 +61,8 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
         raise UserError("--windows and --rounds are at least 1, --loops at least 2")
     if not args.taus or not all(0 <= tau < float("inf") for tau in args.taus):
         raise UserError("--taus are numbers of at least 0")
+    for name in args.rules:
+        settings(name, args.taus)
     with open_world() as world:
         opened = open_run(args.run, args.checkpoint, args.data_dir, world.device)
         text = opened.text("report", args.windows)

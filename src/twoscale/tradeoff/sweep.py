@@ -84,7 +84,7 @@ class Sweeper:
                 aside = aside.with_name(f"{self.path.stem}-{lines[0].get('checkpoint', 'other')}-{number}{self.path.suffix}")
             os.replace(self.path, aside)
             self.set_aside, lines = aside, []
-        elif lines and self.path.read_text(encoding="utf-8").count("\n") == len(lines):
+        elif lines and len(self.path.read_bytes().split(b"\n")) == len(lines) + 1 and self.path.read_bytes().endswith(b"\n"):
             return  # whole: nothing to mend
         if not lines:
             lines = [self.header | {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}]

@@ -1,0 +1,314 @@
+"""`sweep`, `calibrate`, `generate --exit auto` and the verdicts, from the command line and on files."""
+
+import copy
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import CommandLine, nano_run
+from test_train import finish, start_process
+from twoscale.config.serial import read_jsonl
+from twoscale.geometry.probe import probe_geometry
+from twoscale.report.page import write_report
+from twoscale.report.verdict import judge_exits, recommend, signed
+from twoscale.tradeoff.summary import Sweep, read_sweep
+from twoscale.train import start_run
+
+SHORT = ("--loops", "6", "--windows", "3", "--rounds", "1")
+KEYS = ("id", "ce", "dce", "dce_low", "dce_high", "agree", "flops", "steps", "mean_steps")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    out = tmp_path_factory.mktemp("sweep") / "run"
+    start_run(nano_run(steps=12, geometry_interval=6, checkpoint_interval=6, keep_last=5), out, shards, probes=[probe_geometry])
+    return out
+
+
+@pytest.fixture(scope="module")
+def swept(trained: Path) -> Path:
+    """A run with a calibration and a sweep."""
+    from twoscale.cli.main import main
+
+    assert main(["calibrate", str(trained), "--max-dce", "0.02", "--loops", "6", "--windows", "6", "--rule", "step-norm"]) == 0
+    assert main(["sweep", str(trained), *SHORT]) == 0
+    return trained
+
+
+def measured(path: Path) -> dict[str, dict[str, Any]]:
+    """What must be the same in two sweeps."""
+    sweep = read_sweep(path)
+    assert sweep is not None
+    return {p["id"]: {key: p[key] for key in KEYS} for p in sweep.points}
+
+
+def test_everything_is_measured(swept: Path) -> None:
+    """Every rule and every baseline has its points, with all that a point tells."""
+    sweep = read_sweep(swept / "sweep.jsonl")
+    assert sweep is not None
+    families = {p["family"] for p in sweep.points}
+    assert families == {
+        "full", "fixed", "fixed-one", "step-norm", "kl", "acceleration", "learned", "calibrated", "random",
+        "oracle-stay", "oracle-lagrange",
+    }  # fmt: skip
+    full = sweep.point("full")
+    assert full is not None and full["dce"] == 0 and full["agree"] == 1 and full["mean_steps"] == 6
+    for p in sweep.points:
+        assert p["ms_low"] <= p["ms"] <= p["ms_high"] and p["dce_low"] <= p["dce"] <= p["dce_high"] and p["flops"] > 0, p["id"]
+        assert all(sum(g["histogram"]) == sweep.header["tokens"] for g in p["steps"])
+    assert [p["mean_steps"] for p in sweep.family("fixed")] == [1, 2, 3, 4, 5]
+    steps = [p["mean_steps"] for p in sweep.family("step-norm")]
+    assert steps == sorted(steps, reverse=True), "a larger threshold never takes more steps"
+    for p in sweep.family("random"):
+        other = sweep.point(p["id"].removeprefix("random~"))
+        assert other is not None and p["mean_steps"] == pytest.approx(other["mean_steps"], abs=0.5)
+    assert all("ce_table" in p for f in ("oracle-stay", "oracle-lagrange") for p in sweep.family(f))
+    kl = sweep.family("kl")[0]
+    assert kl["flops_looks"] > 0 and kl["hard"]["tokens"] and len(kl["hard"]["by_loss"]) == 8
+
+
+def test_repeatable_and_resumed(swept: Path, trained: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """A second sweep measures the same; one that was cut in the middle of a line goes on behind it and ends the same; a finished
+    one is only read."""
+    again = tmp_path / "again"
+    shutil.copytree(swept, again)
+    (again / "data_dir.json").write_text((swept / "data_dir.json").read_text())
+    whole = (again / "sweep.jsonl").read_text().splitlines(keepends=True)
+    kept = "".join(whole[:9])
+    (again / "sweep.jsonl").write_text(kept + whole[9][: len(whole[9]) // 2])
+    code, out, _ = cli("sweep", again, *SHORT)
+    assert code == 0 and "dCE" in out
+    text = (again / "sweep.jsonl").read_text()
+    assert text.startswith(kept) and measured(again / "sweep.jsonl") == measured(swept / "sweep.jsonl")
+    code, out, err = cli("sweep", again, *SHORT)
+    assert code == 0 and (again / "sweep.jsonl").read_text() == text and "left" not in err
+    code, _, _ = cli("sweep", again, *SHORT, "--rules", "cosine", "--taus", "0.01")
+    more = measured(again / "sweep.jsonl")
+    assert code == 0 and set(more) > set(measured(swept / "sweep.jsonl")) and "cosine:0.01" in more, "other rules join those that are there"
+
+
+def test_killed(swept: Path, tmp_path: Path) -> None:
+    """A sweep that is killed loses nothing that it has written."""
+    run = tmp_path / "run"
+    shutil.copytree(swept, run)
+    (run / "sweep.jsonl").unlink()
+    process = start_process(["sweep", str(run), *SHORT])
+    for _ in range(3000):
+        if len(read_jsonl(run / "sweep.jsonl")) >= 6:
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = measured(run / "sweep.jsonl")
+    assert len(before) >= 5
+    finish(start_process(["sweep", str(run), *SHORT]))
+    after = measured(run / "sweep.jsonl")
+    assert all(after[name] == before[name] for name in before) and set(after) == set(measured(swept / "sweep.jsonl"))
+
+
+def test_two_processes(swept: Path, tmp_path: Path) -> None:
+    """Spread over two processes the sweep gives the same."""
+    run = tmp_path / "run"
+    shutil.copytree(swept, run)
+    (run / "sweep.jsonl").unlink()
+    finish(start_process(["sweep", str(run), *SHORT], processes=2))
+    one, two = measured(swept / "sweep.jsonl"), measured(run / "sweep.jsonl")
+    assert list(one) == list(two)
+    for name in one:
+        assert one[name]["ce"] == pytest.approx(two[name]["ce"], rel=1e-5) and one[name]["mean_steps"] == pytest.approx(
+            two[name]["mean_steps"], abs=0.02
+        )
+
+
+def test_another_checkpoint(swept: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """A sweep of another checkpoint sets the old one aside, and says so; a calibration of another is not used, or refused."""
+    run = tmp_path / "run"
+    shutil.copytree(swept, run)
+    old = (run / "sweep.jsonl").read_text()
+    code, out, err = cli("sweep", run, *SHORT, "--checkpoint", "step-000006", "--rules", "step-norm", "--taus", "0.1", "--no-controller")
+    assert code == 0 and "kept as sweep-step-000012.jsonl" in err and "step-000006" in out
+    assert (run / "sweep-step-000012.jsonl").read_text() == old
+    assert not any(p["family"] == "calibrated" for p in read_sweep(run / "sweep.jsonl").points)  # type: ignore[union-attr]
+    code, _, err = cli("generate", run / "checkpoints" / "step-000006", "The", "--exit", "auto")
+    assert code == 2 and "step-000012" in err and err.count("\n") == 1
+
+
+def test_auto(swept: Path, trained: Path, cli: CommandLine) -> None:
+    """`--exit auto` runs the calibrated rules, at the loops that they were calibrated for."""
+    found = json.loads((swept / "calibration.json").read_text())
+    assert found["goal"] == {"max_dce": 0.02} and found["bound"] <= 0.02 and len(found["rules"]) == 2
+    assert {"calibrated", "single", "fewer_steps", "beats_single"} <= set(found["report"])
+    words = ("The loop", "--max-new-tokens", "12", "--temperature", "0")
+    code, out, err = cli("generate", swept, *words, "--exit", "auto")
+    assert code == 0 and "of 6 in" in err
+    from twoscale import generate, load
+    from twoscale.tradeoff.open import calibration_for
+
+    rules, loops = calibration_for(swept)
+    model, tokenizer = load(swept)
+    gen = generate(model, [tokenizer.encode("The loop")], 12, exit=rules, loops=loops)
+    assert out.strip("\n").endswith(tokenizer.decode(gen.tokens[0]).strip("\n")) and loops == 6
+
+
+@pytest.mark.parametrize(
+    "words,told",
+    [
+        (("sweep", "{out}/none"), "is no folder"),
+        (("sweep", "{run}", "--rules", "fixed"), "always there"),
+        (("sweep", "{run}", "--rules", "no-such"), "choose among"),
+        (("sweep", "{run}", "--taus", "-1"), "at least 0"),
+        (("sweep", "{run}", "--taus", "nan"), "at least 0"),
+        (("sweep", "{run}", "--loops", "1"), "--loops"),
+        (("sweep", "{run}", "--windows", "0"), "--windows"),
+        (("sweep", "{run}", "--checkpoint", "step-9"), "does not exist"),
+        (("sweep", "{run}", "--data-dir", "{out}"), ""),
+        (("calibrate", "{run}", "--max-dce", "0"), "above zero"),
+        (("calibrate", "{run}", "--max-dce", "0.1", "--ms", "2"), "ask for one thing"),
+        (("calibrate", "{run}", "--rule", "fixed:3"), "no threshold"),
+        (("calibrate", "{run}", "--rule", "none"), "no exit rule"),
+        (("calibrate", "{run}", "--delta", "0.9", "--loops", "4", "--windows", "3"), "delta"),
+    ],
+)
+def test_bad_input(words: tuple[str, ...], told: str, swept: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """One clear line, exit code 2, and nothing measured is touched."""
+    before = {name: (swept / name).read_bytes() for name in ("sweep.jsonl", "calibration.json")}
+    code, _, err = cli(*(w.format(run=swept, out=tmp_path) for w in words))
+    assert code == 2 and told in err and len(err.strip().splitlines()) == 1, err
+    assert before == {name: (swept / name).read_bytes() for name in before}
+
+
+def test_no_held_out_text(trained: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """A split without enough text is named, with what to do."""
+    from twoscale.config import DataConfig
+    from twoscale.data import prepare
+
+    (tmp_path / "text.txt").write_text("<|endoftext|>\n".join(f"{i}\n" for i in range(20)))
+    prepare(DataConfig(source=str(tmp_path / "text.txt"), val_fraction=0.1), tmp_path / "few")
+    for command in ("sweep", "calibrate"):
+        code, _, err = cli(command, trained, "--data-dir", tmp_path / "few")
+        assert code == 2 and "hold out more text" in err, err
+
+
+def test_thresholds_that_say_nothing(swept: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """A grid at which nobody leaves, or everybody at once, is measured and said."""
+    run = tmp_path / "run"
+    shutil.copytree(swept, run)
+    words = (*SHORT, "--no-controller", "--rules", "step-norm", "--taus")
+    (run / "sweep.jsonl").unlink()
+    code, out, _ = cli("sweep", run, *words, "1e-12", "1e-11")
+    assert code == 0 and "step-norm: no token left before the last step" in out
+    (run / "sweep.jsonl").unlink()
+    code, out, _ = cli("sweep", run, *words, "1e6", "1e7")
+    assert code == 0 and "step-norm: every threshold gave the same steps" in out
+
+
+def test_full_disk(swept: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """Where the file cannot be written the reason is told."""
+    run = tmp_path / "run"
+    shutil.copytree(swept, run)
+    (run / "sweep.jsonl").unlink()
+    (run / "sweep.jsonl").mkdir()
+    code, _, err = cli("sweep", run, *SHORT)
+    assert code == 2 and "sweep.jsonl" in err.strip().splitlines()[-1], err
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"checkpoint": 1, "rules": 3, "loops": 2}', "{"])
+def test_bad_calibration(text: str, swept: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """A file that is no calibration is refused in one line."""
+    run = tmp_path / "run"
+    shutil.copytree(swept, run)
+    (run / "calibration.json").write_text(text)
+    code, _, err = cli("generate", run, "The", "--exit", "auto")
+    assert code == 2 and err.count("\n") == 1 and "calibration" in err
+    (run / "calibration.json").unlink()
+    code, _, err = cli("generate", run, "The", "--exit", "auto")
+    assert code == 2 and "twoscale calibrate" in err
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------
+
+
+def a_sweep(**points: tuple[float, float, float]) -> Sweep:
+    """A sweep with (dce, ms, steps) for each point; intervals of +-0.001 nats and +-2 % of the time."""
+    made = []
+    for word, (dce, ms, steps) in points.items():
+        family, _, setting = word.replace("__", ":").replace("_", "-").partition(":")
+        tau = float(setting.replace("e", "e-")) if setting else None
+        made.append(
+            {
+                "id": f"{family}:{tau:g}" if setting else family,
+                "family": family,
+                "label": "",
+                "ce": 2 + dce,
+                "ppl": 7.0,
+                "setting": tau,
+                "dce": dce,
+                "dce_low": dce - 0.001,
+                "dce_high": dce + 0.001,
+                "ms": ms,
+                "ms_low": 0.98 * ms,
+                "ms_high": 1.02 * ms,
+                "mean_steps": steps,
+                "flops": 1e6 * steps,
+                "flops_looks": 0.0,
+                "agree": 1.0,
+                "steps": [{"mean": steps, "std": 0.0, "histogram": [0, 1]}],
+            }
+        )  # fmt: skip
+    return Sweep({"loops": 30, "checkpoint": "step-1", "groups": 1, "tokens": 1, "clusters": 1, "by": "documents"}, made, 1)
+
+
+PAPERS = {
+    "full": (0.0, 600.0, 30.0), "fixed__1e0": (0.5, 100.0, 1.0),
+    "acceleration__1e5": (0.0, 580.0, 28.0), "acceleration__1e2": (0.002, 360.0, 16.0),
+    "kl__1e5": (0.0, 700.0, 20.0), "kl__1e4": (0.0, 650.0, 18.0), "kl__1e3": (0.001, 600.0, 15.0), "kl__1e2": (0.004, 500.0, 12.0),
+    "step_norm__1e3": (0.004, 400.0, 18.0), "step_norm__1e2": (0.3, 300.0, 12.0),
+}  # fmt: skip
+
+
+def test_claims_on_exits() -> None:
+    """The paper's own numbers confirm (e), (f), (g); opposite ones refute them; what is missing leaves them undecided."""
+
+    def outcomes(**changes: Any) -> str:
+        points = copy.deepcopy(PAPERS) | changes
+        return "".join(c.outcome[0] for c in judge_exits(a_sweep(**{k: v for k, v in points.items() if v is not None})))
+
+    assert outcomes() == "ccc"
+    assert outcomes(acceleration__1e2=(0.002, 575.0, 27.0))[0] == "r" and outcomes(acceleration__1e2=(0.05, 360.0, 16.0))[0] == "r"
+    assert outcomes(acceleration__1e2=(0.002, 500.0, 20.0))[0] == "u" and outcomes(acceleration__1e5=None)[0] == "u"
+    assert (
+        outcomes(kl__1e2=(0.05, 500.0, 12.0))[1] == "r"
+        and outcomes(kl__1e3=(0.001, 330.0, 15.0))[1] == "r"
+        and outcomes(kl__1e2=None)[1] == "u"
+    )
+    assert outcomes(step_norm__1e2=(0.0, 300.0, 12.0))[2] == "r" and outcomes(step_norm__1e2=(0.01, 300.0, 12.0))[2] == "u"
+    assert outcomes(step_norm__1e3=None)[2] == "u"
+
+
+def test_recommendation() -> None:
+    """The cheapest setting that keeps CE is named, a fixed depth too where it wins; nothing is recommended that loses quality."""
+    head, words = recommend(a_sweep(**PAPERS))
+    assert head.startswith("Use acceleration:0.01: 360.0 instead of 600.0 ms a token (40% less)") and "full" in words
+    head, words = recommend(a_sweep(**PAPERS, fixed__6e0=(0.003, 200.0, 6.0)))
+    assert head.startswith("Use fixed:6") and "does not pay" in words and "acceleration:0.01" in words
+    head, words = recommend(a_sweep(full=(0.0, 600.0, 30.0), step_norm__1e2=(0.3, 300.0, 12.0)))
+    assert head.startswith("No rule") and "Use full" in words
+    assert recommend(a_sweep(kl__1e2=(0.0, 1.0, 1.0)))[0] == "The sweep is not finished."
+    assert signed(-0.00001) == "0.0000" and signed(0.0123) == "+0.0123"
+
+
+def test_page(swept: Path) -> None:
+    """The report shows the trade-off with its figures, every point, claims (a) to (g) and what to use."""
+    page = write_report(swept).read_text()
+    for name in ("against_tau", "tradeoff", "steps_taken", "hard_tokens"):
+        assert f"<section id='{name}'>" in page and (swept / "report" / "figures" / f"{name}.png").stat().st_size > 10_000
+    for letter in "abcdefg":
+        assert f"({letter}) " in page
+    sweep = read_sweep(swept / "sweep.jsonl")
+    assert sweep is not None and f"All {len(sweep.points)} points" in page and "id='recommendation'" in page
+    assert page.index("claims on this run") > page.index("id='hard_tokens'"), "the claims end the report"
