@@ -42,6 +42,8 @@ def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("twoscale.train.start_run", lambda *a, **k: started.append(a) or TrainResult(1, True, None, None))
     monkeypatch.setattr("twoscale.train.checkpoint.load_config", lambda *a: nano_run())
     monkeypatch.setattr("twoscale.interop.load", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.tradeoff.open.open_run", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.report.page.load_run", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.bench.train.bench_train", lambda *a: started.append(a) or pytest.skip("accepted"))
     code, _, err = cli(*shlex.split(command)[1:])
     assert code == 0 and started, err

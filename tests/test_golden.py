@@ -3,7 +3,7 @@
 The files lie outside the repository; where they are absent these tests are skipped.
 """
 
-from pathlib import Path
+import dataclasses
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 import twoscale
 from conftest import SHARED
-from twoscale.config import ModelConfig
+from twoscale import exits
 from twoscale.model import LoopedGPT
-from twoscale.train.checkpoint import load_weights
+from twoscale.tradeoff.noted import leaving, note
+from twoscale.tradeoff.text import Text
 
 GOLDEN = SHARED / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files of the published models are not here")
@@ -36,53 +37,12 @@ class States:
         pass
 
 
-def unpair(w: Tensor, heads: int) -> Tensor:
-    """Rows of a projection for rotary pairs (0, 1), (2, 3), ... to ours, (0, D/2), (1, D/2 + 1), ..."""
-    return w.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(w.shape)
-
-
 def huginn() -> tuple[LoopedGPT, dict[str, Tensor]]:
-    config = ModelConfig(
-        vocab_size=512, block_size=128, n_layer=8, n_head=4, n_embd=64, groups=((2, 3, 4, 5),), qk_bias=True, positions="rotary",
-        rope_base=50_000.0, mlp="gated", mlp_hidden=176, group_norm="leave", share_group_norm=True, mean_loops=8,
-    )  # fmt: skip
-    raw = load_file(GOLDEN / "huginn-tiny" / "model.safetensors")
-    t = {"wte.weight": raw["transformer.wte.weight"], "ln_f.weight": raw["transformer.ln_f.weight"]}
-    t["stages.1.adapter.weight"] = raw["transformer.adapter.weight"]
-    for stage, (part, n) in enumerate((("prelude", 2), ("core_block", 4), ("coda", 2))):
-        for i in range(n):
-            old, new = f"transformer.{part}.{i}.", f"stages.{stage}.blocks.{i}."
-            q, k, v = raw[old + "attn.Wqkv.weight"].chunk(3)
-            t[new + "attn.qkv.weight"] = torch.cat((unpair(q, 4), unpair(k, 4), v))
-            bias = raw[old + "attn.qk_bias"].squeeze(1)
-            t[new + "attn.qk_bias"] = torch.cat([unpair(b.flatten(), 4).view(4, 16) for b in bias])
-            t[new + "attn.out.weight"] = raw[old + "attn.proj.weight"]
-            t[new + "mlp.up.weight"], t[new + "mlp.down.weight"] = raw[old + "mlp.fc.weight"], raw[old + "mlp.proj.weight"]
-            t.update({f"{new}norm{j}.weight": raw[f"{old}norm_{j}.weight"] for j in (1, 2, 3, 4)})
-    model = LoopedGPT(config)
-    load_weights(model, t, Path("huginn-tiny"))
-    return model, load_file(GOLDEN / "huginn-tiny" / "expected.safetensors")
+    return twoscale.load(GOLDEN / "huginn-tiny")[0], load_file(GOLDEN / "huginn-tiny" / "expected.safetensors")
 
 
 def ouro() -> tuple[LoopedGPT, dict[str, Tensor]]:
-    config = ModelConfig(
-        vocab_size=512, block_size=256, n_layer=3, n_head=4, n_embd=64, groups=((0, 1, 2),), positions="rotary", scale_embedding=False,
-        mlp="gated", mlp_hidden=176, norm="branch", group_norm="step", share_group_norm=True, final_norm=False, tie_head=False,
-        inject="none", start="input", backprop_steps=None, mean_loops=4,
-    )  # fmt: skip
-    raw = load_file(GOLDEN / "ouro-tiny" / "model.safetensors")
-    t = {"wte.weight": raw["model.embed_tokens.weight"], "ln_f.weight": raw["model.norm.weight"], "lm_head.weight": raw["lm_head.weight"]}
-    norms = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
-    for i in range(3):
-        old, new = f"model.layers.{i}.", f"stages.0.blocks.{i}."
-        t[new + "attn.qkv.weight"] = torch.cat([raw[f"{old}self_attn.{x}_proj.weight"] for x in "qkv"])
-        t[new + "attn.out.weight"] = raw[old + "self_attn.o_proj.weight"]
-        t[new + "mlp.up.weight"] = torch.cat((raw[old + "mlp.gate_proj.weight"], raw[old + "mlp.up_proj.weight"]))
-        t[new + "mlp.down.weight"] = raw[old + "mlp.down_proj.weight"]
-        t.update({f"{new}norm{j}.weight": raw[f"{old}{name}.weight"] for j, name in enumerate(norms, start=1)})
-    model = LoopedGPT(config)
-    load_weights(model, t, Path("ouro-tiny"))
-    return model, load_file(GOLDEN / "ouro-tiny" / "expected.safetensors")
+    return twoscale.load(GOLDEN / "ouro-tiny")[0], load_file(GOLDEN / "ouro-tiny" / "expected.safetensors")
 
 
 @pytest.mark.parametrize("loops", [1, 2, 4, 8, 16])
@@ -94,14 +54,36 @@ def test_huginn_logits(loops: int) -> None:
 
 
 def test_huginn_states() -> None:
-    """Huginn's iterates, and the state that leaves the loop through the closing norm."""
+    """Huginn's iterates, and the state that leaves the loop through the closing norm, after every loop count of the golden file."""
     model, expected = huginn()
     recorder = States()
     with torch.no_grad():
-        model.hidden(expected["input_ids"], loops=8, start=[expected["initial_state"]], recorder=recorder)
-        latent = model.groups[0].leave(recorder.states[-1])
-    assert torch.allclose(torch.stack(recorder.states), expected["iterates"], atol=1e-4)
-    assert torch.allclose(latent, expected["latent_8"], atol=1e-4)
+        model.hidden(expected["input_ids"], loops=16, start=[expected["initial_state"]], recorder=recorder)
+        assert torch.allclose(torch.stack(recorder.states[:9]), expected["iterates"], atol=1e-4)
+        for k in (1, 2, 4, 8, 16):
+            assert torch.allclose(model.groups[0].leave(recorder.states[k]), expected[f"latent_{k}"], atol=1e-4)
+
+
+def greedy_without_cache(model: LoopedGPT, ids: list[int], n: int, loops: int, **start: object) -> list[int]:
+    """One whole pass for each new token."""
+    new: list[int] = []
+    for _ in range(n):
+        x = torch.tensor([ids + new])
+        given = [torch.zeros(1, x.shape[1], model.config.n_embd)] if start else None
+        new.append(int(twoscale.forward(model, x, loops=loops, start=given).logits[0, -1].argmax()))
+    return new
+
+
+def test_huginn_greedy() -> None:
+    """Greedy decoding of 32 tokens from a zero state, with and without the cache, exactly."""
+    model, expected = huginn()
+    zero = LoopedGPT(dataclasses.replace(model.config, start="zeros"), seed=None)
+    zero.load_state_dict(model.state_dict())
+    want = expected["greedy_zero_state_8"][0].tolist()
+    prompt = expected["input_ids"][0, :12].tolist()
+    assert want[:12] == prompt and len(want) == 44
+    assert twoscale.generate(zero.eval(), [prompt], 32, loops=8).tokens[0] == want[12:]
+    assert greedy_without_cache(model, prompt, 32, 8, start="zeros") == want[12:]
 
 
 def test_ouro() -> None:
@@ -115,3 +97,42 @@ def test_ouro() -> None:
         logits = twoscale.forward(model, expected["input_ids"], loops=n).logits
         assert torch.allclose(logits, expected[f"logits_exit_at_{n}"], atol=1e-4)
     assert torch.allclose(logits, expected["logits"], atol=1e-4)
+
+
+def test_ouro_gate() -> None:
+    """Ouro's gate after every loop; exits.Gate(0.5) picks the loop that its own code picks; greedy decoding exactly, with and without
+    the cache.
+
+    Ouro's code runs all loops for all tokens and picks afterwards, so a token still sees the others at its own loop. As a rule that stops
+    computing, a token sees those that have left at their last loop; its first token, which sees only itself, must agree either way.
+    """
+    model, expected = ouro()
+    ids = expected["input_ids"]
+    gate = model.groups[0].gate
+    assert gate is not None
+    with torch.no_grad():
+        told = gate(expected["hidden_by_loop"])
+    assert torch.allclose(told, expected["gate_by_loop"], atol=1e-4)
+    rule = exits.Gate(0.5)
+    steps = leaving(rule, note(model, Text(ids, ids, ids, "windows"), rule, 4)[0][..., 0]).view(ids.shape)
+    every = torch.stack([twoscale.forward(model, ids, loops=n).logits for n in (1, 2, 3, 4)])
+    picked = every.gather(0, (steps - 1)[None, ..., None].expand(1, *every.shape[1:]))[0]
+    assert torch.allclose(picked, expected["logits_gate_0.5"], atol=1e-4) and len(set(steps.flatten().tolist())) > 1
+    out = twoscale.forward(model, ids, exit=rule, loops=4)
+    assert torch.allclose(out.logits[:, 0], expected["logits_gate_0.5"][:, 0], atol=1e-4) and int(out.steps.sum()) < 4 * ids.numel()
+    prompt, want = ids[0, :12].tolist(), expected["greedy"][0].tolist()
+    assert want[:12] == prompt and twoscale.generate(model, [prompt], 24, loops=4).tokens[0] == want[12:]
+    assert greedy_without_cache(model, prompt, 24, 4) == want[12:]
+
+
+HUGINN = (exits.KL(5e-4, reverse=True), exits.Entropy(), exits.MinPKL(), exits.ArgmaxStable(), exits.Cosine(), exits.Acceleration(0.05))
+
+
+@pytest.mark.parametrize("rule", [*HUGINN, exits.StepNorm(0.5), exits.Confidence(0.01), exits.Fixed(3)], ids=lambda r: type(r).__name__)
+def test_rules(rule: exits.Rule) -> None:
+    """Every rule works on both; through the cache steps are those of the parallel pass."""
+    for model, expected in (huginn(), ouro()):
+        row = expected["input_ids"][0].tolist()
+        steps = twoscale.forward(model, [row], exit=rule, loops=8).steps[0].tolist()
+        gen = twoscale.generate(model, [row[:20]], 1, exit=rule, loops=8)
+        assert [list(s) for s in gen.prompt_steps[0]] == steps[:20] and all(1 <= k <= 8 for (k,) in steps)

@@ -9,14 +9,15 @@ import pytest
 from conftest import CommandLine
 from twoscale.report.claims import judge
 from twoscale.report.load import load_run
+from twoscale.report.verdict import judge_exits
 
-NANO = ("reproduce", "--preset", "nano", "--train.steps", "6", "--data.max-documents", "12", "--train.eval-sequences", "4")
+NANO = ("reproduce", "--preset", "nano", "--train.steps", "6", "--data.max-documents", "12", "--train.eval-sequences", "4", "--quick")
 
 
 def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
     """Run again it does nothing but print, and what it prints is the same."""
     code, out, err = cli(*NANO, "--out", tmp_path / "run")
-    assert code == 0 and "[1/4] train" in err and "nats a token" in out and str(tmp_path / "run") in err
+    assert code == 0 and "[1/6] train" in err and "nats a token" in out and str(tmp_path / "run") in err
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     code, again, err = cli(*NANO, "--out", tmp_path / "run")
     assert (
@@ -25,6 +26,7 @@ def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
         and "already trained" in err
         and "already evaluated" in err
         and "already traced" in err
+        and "already calibrated" in err
         and "already written" in err
     )
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
@@ -33,7 +35,7 @@ def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
 @pytest.mark.timeout(1800)  # three minutes of training, and a busy machine may take thrice that
 def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
     """`tiny` ends clearly below a bigram model on the same split, and more loops never hurt by more than 1 % up to 30."""
-    code, out, err = cli("reproduce", "--preset", "tiny", "--out", tmp_path / "tiny")
+    code, out, err = cli("reproduce", "--preset", "tiny", "--out", tmp_path / "tiny", "--quick")
     assert code == 0, err
     result = json.loads((tmp_path / "tiny" / "evaluation.json").read_text())
     by_loops = {int(k): ce for k, ce in result["cross_entropy_by_loops"].items()}
@@ -46,7 +48,10 @@ def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
     assert by_loops[1] > by_loops[30] + 0.05, "the loops must be worth something"
     page = (tmp_path / "tiny" / "report" / "index.html").read_text()
     claims = {c.letter: c for c in judge(load_run(tmp_path / "tiny").geometry)}
-    for letter in "abcd":
+    swept = load_run(tmp_path / "tiny").sweep
+    assert swept is not None and any(p["family"] == "calibrated" for p in swept.points)
+    claims |= {c.letter: c for c in judge_exits(swept)}
+    for letter in "abcdefg":
         assert html.escape(claims[letter].measured) in page and f"outcome {claims[letter].outcome}" in page
     last = load_run(tmp_path / "tiny").last
     assert claims["a"].outcome == "confirmed" and claims["d"].outcome == "confirmed", claims

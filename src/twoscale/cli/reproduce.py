@@ -119,7 +119,7 @@ def _calibrate_stage(out: Path, quick: bool) -> int:
     if calibrated_exit(out, name_checkpoint(find_checkpoint(out, None)), must=False) is not None:
         say("already calibrated")
         return 0
-    say(describe(calibrate_run(CalibrateArgs(out, max_dce=0.005, **({"loops": 8, "windows": 6} if quick else {})))))
+    say(describe(calibrate_run(CalibrateArgs(out, max_dce=0.005, loops=8, windows=6) if quick else CalibrateArgs(out, max_dce=0.005))))
     return 0
 
 
@@ -127,7 +127,7 @@ def _sweep_stage(out: Path, quick: bool) -> int:
     """Everything that the file does not hold yet; a finished sweep is only read."""
     from twoscale.cli.sweep import SweepArgs, sweep_run
 
-    sweep_run(SweepArgs(out, **({"loops": 8, "windows": 4, "rounds": 1} if quick else {})))
+    sweep_run(SweepArgs(out, loops=8, windows=4, rounds=1) if quick else SweepArgs(out))
     return 0
 
 

@@ -21,8 +21,9 @@ FILE = "tokenizer.json"
 class Tokenizer:
     """Text to ids and back. `eot` ends every document in the shards."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        eot = pipeline.token_to_id(END_OF_TEXT)
+    def __init__(self, pipeline: Pipeline, eot: int | None = None) -> None:
+        """`eot` is the id that ends a document; by default that of <|endoftext|>."""
+        eot = pipeline.token_to_id(END_OF_TEXT) if eot is None else eot
         if eot is None:
             raise UserError(f"this tokenizer has no {END_OF_TEXT} token")
         self.pipeline = pipeline
@@ -55,12 +56,12 @@ class Tokenizer:
             f.write(self.pipeline.to_str().encode())
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
+    def load(cls, folder: Path, eot: int | None = None) -> "Tokenizer":
         path = folder / FILE
         if not path.exists():
             raise UserError(f"{path} does not exist: the folder has no tokenizer")
         try:
-            return cls(Pipeline.from_str(path.read_text(encoding="utf-8")))
+            return cls(Pipeline.from_str(path.read_text(encoding="utf-8")), eot)
         except UserError:
             raise
         except Exception as error:  # tokenizers raises plain Exception

@@ -1,23 +1,87 @@
-"""`twoscale.load`: a model and its tokenizer from a folder."""
+"""`twoscale.load`: a model and its tokenizer from a folder, ours or a published looped model's.
 
+No code of a folder is executed, and nothing is unpickled. Names, shapes and settings are checked before any memory is taken for them.
+"""
+
+import re
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from twoscale.config import UserError
+from twoscale.config.serial import read_json
 from twoscale.data import Tokenizer
+from twoscale.interop.families import FAMILIES
+from twoscale.interop.weights import Outline, Weights
 from twoscale.model import LoopedGPT
 from twoscale.train import checkpoint as ckpt
 
 
 def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
-    """The model of a run (its newest checkpoint) or of one checkpoint folder, in evaluation mode, and its tokenizer."""
+    """Model (in evaluation mode, fp32) and tokenizer of a run (its newest checkpoint), a checkpoint, or a Huginn or Ouro folder.
+
+    A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
+    without tokenizer.json gives None for its tokenizer.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder: give a run or a checkpoint")
-    if (folder / ckpt.MODEL).exists():
-        return ckpt.load_model(folder)
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+            raise UserError(f"{folder} is no folder: give a run, a checkpoint, or a folder of a published looped model")
+        folder = _fetched(str(path))
     if (folder / "checkpoints").is_dir():
         newest = ckpt.newest_checkpoint(folder / "checkpoints")
         if newest is None:
             raise UserError(f"{folder} has no checkpoint yet: train it first")
         return ckpt.load_model(newest)
+    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
+    kind = given.get("model_type") if isinstance(given, dict) else None
+    if kind in FAMILIES:
+        assert isinstance(given, dict)
+        return _published(folder, given, kind)
+    if (folder / ckpt.MODEL).exists() and kind in (None, "twoscale"):
+        return ckpt.load_model(folder)
+    if isinstance(kind, str):
+        raise UserError(f"{folder}: model_type = {kind!r} is not supported, only twoscale, {', '.join(FAMILIES)}")
     raise UserError(f"{folder} is neither a run nor a checkpoint: it has no {ckpt.MODEL} and no checkpoints/")
+
+
+def _published(folder: Path, given: dict[str, Any], kind: str) -> tuple[LoopedGPT, Tokenizer]:
+    """A folder of another family. The mapping of names runs on shapes alone first: what does not fit is named before it is read."""
+    config_of, weights_of, spare = FAMILIES[kind]
+    config, weights = config_of(given), Weights(folder)
+    outline = Outline(weights.shapes)
+    try:
+        mapped = weights_of(outline, config)
+    except KeyError as error:
+        raise UserError(f"{folder} lacks the weight {error.args[0]}") from None
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{folder}: a weight has another shape than config.json says ({str(error).splitlines()[0]})") from None
+    if unknown := sorted(weights.keys() - outline.used - set(spare)):
+        raise UserError(f"{folder} has {unknown[0]}, which the model does not ({len(unknown)} weights in all)")
+    with torch.device("meta"):
+        model = LoopedGPT(config, seed=None)
+    ckpt.check_shapes(model, {name: tuple(t.shape) for name, t in mapped.items()}, folder)
+    model = model.to_empty(device="cpu")
+    ckpt.load_weights(model, weights_of(weights, config), folder)
+    return model.eval(), _tokenizer(folder, given)  # type: ignore[return-value]
+
+
+def _tokenizer(folder: Path, given: dict[str, Any]) -> Tokenizer | None:
+    if not (folder / "tokenizer.json").exists():
+        return None
+    end = given.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    return Tokenizer.load(folder, end if isinstance(end, int) and not isinstance(end, bool) else None)
+
+
+def _fetched(name: str) -> Path:
+    """A model folder from the hub: weights in safetensors and JSON files, nothing else."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise UserError(f"{name} is no folder here; to fetch it from the hub: pip install 'twoscale[hub]'") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # whatever the network and the hub may answer
+        raise UserError(f"{name} is no folder here, and the hub did not give it: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,148 @@
+"""Published looped models as LoopedGPT: what their config.json says, and where their weights go.
+
+Huginn (model_type huginn_raven): 2 plain layers, 4 that loop, 2 plain ones; [state; input] is injected by a learned map; the closing norm
+is also what the loop is left through; rotary pairs lie side by side, (0, 1), (2, 3), ..., ours half a head apart.
+
+Ouro (model_type ouro): the whole stack loops; norms on the branch; the closing norm after every loop; a gate says when to leave.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twoscale.config import ModelConfig, UserError
+from twoscale.config.model import MAX_LAYERS
+
+Raw = Mapping[str, Tensor]
+
+
+def huginn_config(given: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a Huginn folder's config.json."""
+    _only(
+        given,
+        block_class_name=("SandwichBlock",), norm_class_name=("RMSNorm_llama",), mlp_class_name=("GatedMLP",), nonlin_name=("SiLU",),
+        injection_type=("linear",), state_init=("like-init", "zero"), bias=(False,), tie_embeddings=(True,), test_time_noise=(0, 0.0, None),
+        num_key_value_heads=(None, given.get("n_heads")),
+    )  # fmt: skip
+    prelude, core, coda = (_whole(given, f"n_layers_in_{part}", MAX_LAYERS) for part in ("prelude", "recurrent_block", "coda"))
+    if "n_layers" in given and _whole(given, "n_layers") != prelude + core + coda:
+        raise UserError(f"config.json: n_layers = {given['n_layers']}, but prelude, recurrent block and coda have {prelude + core + coda}")
+    return ModelConfig(
+        vocab_size=_whole(given, "padded_vocab_size" if "padded_vocab_size" in given else "vocab_size"),
+        block_size=_whole(given, "block_size"), n_layer=prelude + core + coda,
+        n_head=_whole(given, "n_heads"), n_embd=_whole(given, "n_embd"),
+        groups=(tuple(range(prelude, prelude + core)),), qk_bias=bool(given.get("qk_bias", False)),
+        positions="rotary", rope_base=_number(given, "rope_base"), mlp="gated", mlp_hidden=_whole(given, "intermediate_size"),
+        norm_eps=_number(given, "norm_eps"), group_norm="leave", share_group_norm=True, mean_loops=_whole(given, "mean_recurrence"),
+        start="zeros" if given.get("state_init") == "zero" else "noise",
+    )  # fmt: skip
+
+
+def huginn_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
+    """Our weights from Huginn's."""
+    t = {"wte.weight": _padded(raw["transformer.wte.weight"], c), "ln_f.weight": raw["transformer.ln_f.weight"]}
+    (loop,) = c.groups
+    parts = (("prelude", loop[0]), ("core_block", len(loop)), ("coda", c.n_layer - loop[-1] - 1))
+    used = [(part, n) for part, n in parts if n]
+    for stage, (part, n) in enumerate(used):
+        if part == "core_block":
+            t[f"stages.{stage}.adapter.weight"] = raw["transformer.adapter.weight"]
+        for i in range(n):
+            old, new = f"transformer.{part}.{i}.", f"stages.{stage}.blocks.{i}."
+            q, k, v = raw[old + "attn.Wqkv.weight"].chunk(3)
+            t[new + "attn.qkv.weight"] = torch.cat((_unpaired(q, c.n_head), _unpaired(k, c.n_head), v))
+            if c.qk_bias:
+                bias = raw[old + "attn.qk_bias"].squeeze(1)
+                t[new + "attn.qk_bias"] = torch.cat([_unpaired(b.flatten(), c.n_head).view(c.n_head, c.head_dim) for b in bias])
+            t[new + "attn.out.weight"] = raw[old + "attn.proj.weight"]
+            t[new + "mlp.up.weight"], t[new + "mlp.down.weight"] = raw[old + "mlp.fc.weight"], raw[old + "mlp.proj.weight"]
+            t.update({f"{new}norm{j}.weight": raw[f"{old}norm_{j}.weight"] for j in (1, 2, 3, 4)})
+    return t
+
+
+def ouro_config(given: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of an Ouro folder's config.json."""
+    layers = _whole(given, "num_hidden_layers", MAX_LAYERS)
+    _only(given, hidden_act=("silu",), rope_scaling=(None,), attention_bias=(None, False), mlp_bias=(None, False))
+    kinds = given.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
+        raise UserError("config.json: layer_types other than full_attention are not supported")
+    rope = given.get("rope_parameters")
+    if isinstance(rope, dict) and rope.get("rope_type", "default") != "default":
+        raise UserError(f"config.json: rope_type = {rope['rope_type']!r} is not supported, only default")
+    theta = _number(rope if isinstance(rope, dict) and "rope_theta" in rope else given, "rope_theta")
+    return ModelConfig(
+        vocab_size=_whole(given, "vocab_size"), block_size=_whole(given, "max_position_embeddings"), n_layer=layers,
+        n_head=_whole(given, "num_attention_heads"), n_embd=_whole(given, "hidden_size"), groups=(tuple(range(layers)),),
+        n_kv_head=_whole(given, "num_key_value_heads") if given.get("num_key_value_heads") is not None else None,
+        head_size=_whole(given, "head_dim") if given.get("head_dim") is not None else None,
+        positions="rotary", rope_base=theta, scale_embedding=False, mlp="gated", mlp_hidden=_whole(given, "intermediate_size"),
+        norm="branch",
+        norm_eps=_number(given, "rms_norm_eps"), group_norm="step", share_group_norm=True, final_norm=False,
+        tie_head=bool(given.get("tie_word_embeddings", False)), inject="none", start="input", backprop_steps=None,
+        mean_loops=_whole(given, "total_ut_steps"), exit_gate=True,
+    )  # fmt: skip
+
+
+def ouro_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
+    """Our weights from Ouro's."""
+    t = {
+        "wte.weight": _padded(raw["model.embed_tokens.weight"], c),
+        "ln_f.weight": raw["model.norm.weight"],
+        "stages.0.gate.weight": raw["model.early_exit_gate.weight"],
+        "stages.0.gate.bias": raw["model.early_exit_gate.bias"],
+    }
+    if not c.tie_head:
+        t["lm_head.weight"] = _padded(raw["lm_head.weight"], c)
+    norms = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
+    for i in range(c.n_layer):
+        old, new = f"model.layers.{i}.", f"stages.0.blocks.{i}."
+        t[new + "attn.qkv.weight"] = torch.cat([raw[f"{old}self_attn.{x}_proj.weight"] for x in "qkv"])
+        t[new + "attn.out.weight"] = raw[old + "self_attn.o_proj.weight"]
+        t[new + "mlp.up.weight"] = torch.cat((raw[old + "mlp.gate_proj.weight"], raw[old + "mlp.up_proj.weight"]))
+        t[new + "mlp.down.weight"] = raw[old + "mlp.down_proj.weight"]
+        t.update({f"{new}norm{j}.weight": raw[f"{old}{name}.weight"] for j, name in enumerate(norms, start=1)})
+    return t
+
+
+# model_type -> (config, weights, names that may be there and are not needed)
+FAMILIES: dict[str, tuple[Callable[[Mapping[str, Any]], ModelConfig], Callable[[Raw, ModelConfig], dict[str, Tensor]], tuple[str, ...]]] = {
+    "huginn_raven": (huginn_config, huginn_weights, ("freqs_cis", "lm_head.weight")),
+    "ouro": (ouro_config, ouro_weights, ()),
+}
+
+
+def _unpaired(w: Tensor, heads: int) -> Tensor:
+    """Rows of a projection for rotary pairs (0, 1), (2, 3), ... to ours, (0, D/2), (1, D/2 + 1), ..."""
+    return w.reshape(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+
+
+def _padded(w: Tensor, c: ModelConfig) -> Tensor:
+    """An embedding (V, C) with rows of zeros up to our padding."""
+    if w.shape[0] != c.vocab_size:
+        return w  # refused by its shape
+    return torch.cat((w, w.new_zeros(c.padded_vocab_size - len(w), *w.shape[1:]))) if c.padded_vocab_size > len(w) else w
+
+
+def _whole(given: Mapping[str, Any], name: str, most: int = 2**40) -> int:
+    value = given.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise UserError(f"config.json: {name} = {value!r}, but it must be a whole number from 1 to {most}")
+    return value
+
+
+def _number(given: Mapping[str, Any], name: str) -> float:
+    value = given.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"config.json: {name} = {value!r}, but it must be a number")
+    return float(value)
+
+
+def _only(given: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
+    """Settings that are there must have a supported value."""
+    for name, values in allowed.items():
+        if name in given and given[name] not in values:
+            shown = ", ".join(str(v) for v in values if v is not None)
+            raise UserError(f"config.json: {name} = {given[name]!r} is not supported, only {shown or 'its absence'}")
