@@ -1,9 +1,16 @@
 """`twoscale bench decode` runs and says what it promises; no test looks at the times."""
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+
+import twoscale
 from conftest import CommandLine
+from twoscale.bench.decode import HUGINN
+from twoscale.bench.family import ListCache, bench_family, straightforward
 from twoscale.config import presets
+from twoscale.model import LoopedGPT
 
 
 def test_decode(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +37,13 @@ def test_bad_decode(words: tuple[object, ...], said: str, cli: CommandLine) -> N
     """Settings that make no sense are one line and exit code 2."""
     code, _, err = cli("bench", "decode", "--preset", "nano", *words)
     assert code == 2 and said in err and len(err.strip().splitlines()) == 1
+
+
+def test_family_computes_the_same() -> None:
+    """The straightforward loop that ours is measured against gives the same logits, token after token."""
+    config = dataclasses.replace(HUGINN, n_embd=64, mlp_hidden=96, vocab_size=64)
+    model, ids, cache = LoopedGPT(config, seed=1).eval(), [3, 9, 27, 5, 11], ListCache()
+    plain = torch.stack([straightforward(model, cache, token, i, 6) for i, token in enumerate(ids)])
+    assert torch.allclose(plain, twoscale.forward(model, [ids], loops=6).logits[0], atol=1e-4)
+    result = bench_family(dataclasses.replace(config, block_size=24), 3, 16, 1)
+    assert result.ours > 0 and result.straightforward > 0

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 import signal
 import time
@@ -312,3 +313,28 @@ def test_page(swept: Path) -> None:
     sweep = read_sweep(swept / "sweep.jsonl")
     assert sweep is not None and f"All {len(sweep.points)} points" in page and "id='recommendation'" in page
     assert page.index("claims on this run") > page.index("id='hard_tokens'"), "the claims end the report"
+
+
+def test_eval(swept: Path, cli: CommandLine) -> None:
+    """Loss, perplexity and bits per byte: with bytes for tokens a byte's bits are its nats over ln 2; exits say their steps."""
+    from twoscale.cli.eval import EvalArgs, eval_run
+
+    code, out, _ = cli("eval", swept, "--windows", "4", "--exit", "auto")
+    assert code == 0 and "bits per byte" in out and "of 6" in out
+    found = eval_run(EvalArgs(swept, windows=4, loops=3))
+    ends = found["tokens"] - found["bytes"]  # ends of documents stand for no byte
+    assert 0 <= ends < 20 and found["steps"] == [3.0, 3.0]
+    assert found["bits_per_byte"] == pytest.approx(found["ce"] / math.log(2) * found["tokens"] / found["bytes"])
+    for words, told in ((("--windows", "0"), "--windows"), (("--loops", "0"), "loops"), (("--exit", "no"), "no exit rule")):
+        code, _, err = cli("eval", swept, *words)
+        assert code == 2 and told in err and err.count("\n") == 1
+
+
+def test_byte_lengths(corpus: Path) -> None:
+    """A text's tokens stand for exactly its bytes, whatever the tokenizer."""
+    from twoscale.data.tokenizer import byte_tokenizer, train_bpe
+
+    for tokenizer in (byte_tokenizer(), train_bpe([corpus.read_text()], 300)):
+        text = "the loop settles, naïvely: 循環\n\t<|endoftext|>"
+        assert int(tokenizer.byte_lengths()[tokenizer.encode(text)].sum()) == len(text.encode())
+        assert tokenizer.byte_lengths()[tokenizer.eot] == 0

@@ -23,7 +23,7 @@ from twoscale.tradeoff.calibrate import Calibration, Goal, Texts, best_path, fix
 from twoscale.tradeoff.controller import train_controller
 from twoscale.tradeoff.noted import leaving, note
 from twoscale.tradeoff.points import Table, grid, mixed_depths
-from twoscale.tradeoff.stats import interval, median_interval, pareto, student, upper_bound
+from twoscale.tradeoff.stats import interval, pareto, ratio_interval, student, upper_bound
 from twoscale.tradeoff.sweep import Sweeper
 from twoscale.tradeoff.text import Text, part
 from twoscale.train.parallel import World
@@ -55,7 +55,9 @@ def test_intervals_cover() -> None:
     assert inside >= 0.88 * 300 and naive < 0.6 * 300
     assert below <= 0.1 * 300 + 3 * math.sqrt(300 * 0.09)
     assert upper_bound(np.ones(3), np.zeros(3), 0.1) == math.inf
-    assert median_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+    assert ratio_interval([(2.0, 4.0), (1.0, 2.0)]) == (0.5, 0.5, 0.5)
+    ratio, low, high = ratio_interval([(1.0, 2.0), (3.0, 2.0), (2.0, 2.0)])
+    assert low < ratio == 1.0 < high
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=20))

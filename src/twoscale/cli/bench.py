@@ -50,6 +50,8 @@ class BenchDecodeArgs:
     """Tokens that are in the cache already."""
     repeats: int = 9
     """Interleaved repeats; medians are reported."""
+    family: Literal["huginn"] | None = None
+    """Instead: a published layout (6.7M parameters, random weights) beside a straightforward loop with a list of keys and values."""
 
 
 def run(args: list[str]) -> int:
@@ -59,7 +61,8 @@ def run(args: list[str]) -> int:
     if not args or args[0] not in KINDS:
         raise UserError(f"say what to measure: twoscale bench {' | '.join(KINDS)}")
     if args[0] == "decode":
-        return _decode(parse(BenchDecodeArgs, args[1:], "twoscale bench decode"))
+        decode = parse(BenchDecodeArgs, args[1:], "twoscale bench decode")
+        return _decode(decode) if decode.family is None else _family(decode)
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
     return _train(parse(BenchTrainArgs, args[1:], "twoscale bench train"))
@@ -75,6 +78,19 @@ def _trace(args: BenchTraceArgs) -> int:
     print(f"plain forward             {r.forward_s * 1e3:8.0f} ms")
     print(f"trace, states stored      {r.trace_s * 1e3:8.0f} ms  {r.trace_s / r.forward_s:.2f}x")
     print(f"all statistics, streamed  {r.measure_s * 1e3:8.0f} ms  {r.measure_s / r.forward_s:.2f}x")
+    return 0
+
+
+def _family(args: BenchDecodeArgs) -> int:
+    from twoscale.bench.family import LAYOUTS, bench_family
+
+    assert args.family is not None
+    config, loops = LAYOUTS[args.family]
+    print(f"{args.family}'s layout, width {config.n_embd}, {loops} loops, one row; medians of {3 * args.repeats} interleaved repeats")
+    print("context        ours   straightforward   ratio")
+    for context in (96, 448):
+        r = bench_family(config, loops, context, 3 * args.repeats)
+        print(f"{context:7} {r.ours * 1e3:8.2f} ms {r.straightforward * 1e3:14.2f} ms {r.straightforward / r.ours:6.2f}x")
     return 0
 
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "prepare": "turn text into token shards",
     "train": "train a looped GPT, or go on with a run",
     "trace": "measure the geometry of a run's loops",
+    "eval": "held-out loss and bits per byte, at fixed loops or with an exit rule",
     "sweep": "measure what every exit rule saves and costs, beside the baselines",
     "calibrate": "find a threshold for each group, with a bound on what it costs",
     "generate": "write text, each token leaving the loops on its own",

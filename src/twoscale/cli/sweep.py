@@ -31,7 +31,7 @@ class SweepArgs:
     """The most steps that a group may take: the full run."""
     windows: int = 20
     """Held-out windows to measure on."""
-    rounds: int = 7
+    rounds: int = 6
     """How often times are taken."""
     controller: bool = True
     """Train (once) and compare a learned controller, on documents that are not measured on."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer as Pipeline, decoders, models, pre_tokenizers, trainers
 
 from twoscale.config import UserError
@@ -50,6 +51,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD, the end-of-text token becomes its marker."""
         return str(self.pipeline.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def byte_lengths(self) -> np.ndarray:
+        """How many bytes of text each token stands for, int64 (V,); the end of text stands for none."""
+        alphabet = set(_byte_alphabet())
+        sizes = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, i in self.pipeline.get_vocab().items():
+            if i != self.eot and i < len(sizes):
+                sizes[i] = len(token) if set(token) <= alphabet else len(self.decode([i]).encode())
+        return sizes
 
     def save(self, folder: Path) -> None:
         with atomic_write(folder / FILE) as f:

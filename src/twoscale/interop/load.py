@@ -55,7 +55,7 @@ def _published(folder: Path, given: dict[str, Any], kind: str) -> tuple[LoopedGP
         mapped = weights_of(outline, config)
     except KeyError as error:
         raise UserError(f"{folder} lacks the weight {error.args[0]}") from None
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         raise UserError(f"{folder}: a weight has another shape than config.json says ({str(error).splitlines()[0]})") from None
     if unknown := sorted(weights.keys() - outline.used - set(spare)):
         raise UserError(f"{folder} has {unknown[0]}, which the model does not ({len(unknown)} weights in all)")

@@ -20,7 +20,7 @@ from twoscale.tradeoff.text import Text
 
 REFERENCE = "full"
 REPEATS = 3  # of one token, whose median counts
-TOGETHER = 12  # points that take turns, the full run among them: each holds a cache
+TOGETHER = 24  # points that take turns, the full run among them: each holds a cache
 
 
 def parties(names: Sequence[str]) -> list[list[str]]:
@@ -35,7 +35,7 @@ class Pace:
     """Engines for all points; `round` measures some of them."""
 
     def __init__(
-        self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: Text, prompt: int = 32, tokens: int = 10
+        self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: Text, prompt: int = 32, tokens: int = 8
     ) -> None:
         T = text.ids.shape[1]
         self.prompt = max(1, min(prompt, T - 2))

@@ -53,12 +53,16 @@ def student(freedom: int, p: float) -> float:
     return float(np.sqrt(freedom) * np.tan(np.interp(2 * p - 1, mass / mass[-1], angles)))
 
 
-def median_interval(values: Sequence[float], level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
-    """A bootstrap interval for the median of repeats."""
-    x = np.asarray(values, dtype=float)
+def ratio_interval(
+    pairs: Sequence[tuple[float, float]], level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float, float]:
+    """Sum over sum of repeats (value, reference), with a bootstrap interval over the repeats."""
+    x = np.asarray(pairs, dtype=float)
     draws = np.random.default_rng(seed).integers(0, len(x), size=(resamples, len(x)))
-    low, high = np.quantile(np.median(x[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    sums = x[draws].sum(axis=1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [(1 - level) / 2, (1 + level) / 2])
+    ratio = float(x[:, 0].sum() / x[:, 1].sum())
+    return ratio, min(ratio, float(low)), max(ratio, float(high))
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from twoscale.config import UserError
 from twoscale.config.serial import read_json, read_jsonl
-from twoscale.tradeoff.stats import median_interval, pareto
+from twoscale.tradeoff.stats import pareto, ratio_interval
 
 SWEEP, CALIBRATION, CONTROLLER = "sweep.jsonl", "calibration.json", "controller.json"
 ORACLES = ("oracle-stay", "oracle-lagrange")
@@ -46,11 +46,12 @@ def read_sweep(path: Path) -> Sweep | None:
     rounds = [line["ms"] for line in lines if line.get("kind") == "round"]
     reference = [r["full"] for r in rounds if "full" in r]
     for name, point in points.items():
-        ratios = [r[name] / r["full"] for r in rounds if name in r]
-        if ratios:
+        pairs = [(r[name], r["full"]) for r in rounds if name in r]
+        if pairs:
+            # The rounds' texts are the same for all points, so times are added up; a median would jump between texts.
             scale = median(reference)
-            low, high = median_interval(ratios)
-            point |= {"ms": scale * median(ratios), "ms_low": scale * low, "ms_high": scale * high, "speed": median(ratios)}
+            ratio, low, high = ratio_interval(pairs)
+            point |= {"ms": scale * ratio, "ms_low": scale * low, "ms_high": scale * high, "speed": ratio}
     return Sweep(lines[0], list(points.values()), len({line.get("round") for line in lines if line.get("kind") == "round"}))
 
 

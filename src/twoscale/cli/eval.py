@@ -1,0 +1,80 @@
+"""`twoscale eval RUN`: held-out loss, perplexity and bits per byte, at fixed loops or with an exit rule.
+
+twoscale eval runs/tiny --exit acceleration:1.0 --loops 30
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from twoscale.cli.parse import parse
+from twoscale.config import UserError
+
+
+@dataclass(frozen=True)
+class EvalArgs:
+    """Measure a model on held-out text; bits per byte compares models with different tokenizers."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    exit: str | None = None
+    """Exit rule, as for `twoscale generate`; `auto` as calibrated."""
+    loops: int | None = None
+    """The most steps that a group may take; by default the model's mean_loops, or what was calibrated."""
+    windows: int = 64
+    """Held-out windows, spread evenly over the split."""
+    checkpoint: str | None = None
+    """Which checkpoint (for example step-000120); the newest by default."""
+    data_dir: Path | None = None
+    """Shards to take the held-out text from; by default the run's own."""
+
+
+def run(args: list[str]) -> int:
+    given = parse(EvalArgs, args, "twoscale eval")
+    print(table(eval_run(given)))
+    return 0
+
+
+def eval_run(args: EvalArgs) -> dict[str, Any]:
+    import torch
+
+    from twoscale.data import held_out
+    from twoscale.tradeoff.answers import answers
+    from twoscale.tradeoff.open import calibration_for, find_checkpoint, open_run
+    from twoscale.tradeoff.stats import interval
+    from twoscale.tradeoff.text import Text
+
+    if args.windows < 1:
+        raise UserError("--windows is at least 1")
+    exit: Any = args.exit
+    loops = args.loops
+    if args.exit == "auto":
+        exit, most = calibration_for(find_checkpoint(args.run, args.checkpoint))
+        loops = loops or most
+    opened = open_run(args.run, args.checkpoint, args.data_dir)
+    counts = opened.model.config.loops_for(loops)
+    ids, targets = held_out(opened.data, opened.model.config.block_size, args.windows)
+    windows = torch.arange(len(ids))[:, None].expand_as(ids).contiguous()
+    found = answers(opened.model, Text(ids, targets, windows, "windows"), exit, counts)
+    ce, size = float(found.losses.mean()), opened.tokenizer.byte_lengths()[targets].sum()
+    low, high = interval(found.losses.numpy(), windows.numpy())
+    return {
+        "checkpoint": opened.about["checkpoint"], "tokens": targets.numel(), "bytes": int(size), "windows": len(ids), "exit": args.exit,
+        "loops": list(counts), "ce": ce, "ce_low": low, "ce_high": high, "ppl": math.exp(ce),
+        "bits_per_byte": float(found.losses.sum()) / math.log(2) / int(size), "steps": found.steps.double().mean(dim=(0, 1)).tolist(),
+    }  # fmt: skip
+
+
+def table(found: dict[str, Any]) -> str:
+    steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(found["steps"], found["loops"], strict=True))
+    return (
+        f"{found['checkpoint']}, {found['tokens']:,} held-out tokens ({found['bytes']:,} bytes) in {found['windows']} windows, "
+        f"exit {found['exit'] or 'none'}\n"
+        f"cross-entropy   {found['ce']:.4f} nats a token [{found['ce_low']:.4f}, {found['ce_high']:.4f}]\n"
+        f"perplexity      {found['ppl']:.3f}\n"
+        f"bits per byte   {found['bits_per_byte']:.4f}\n"
+        f"mean steps      {steps}"
+    )
