@@ -105,7 +105,7 @@ def hard_tokens(run: RunFiles) -> list[Panel]:
             mode="lines+markers", line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 7},
             hovertemplate="loss %{x:.2f}: %{y:.2f} steps",
         )  # fmt: skip
-    layout(figure, "loss of the token in the full run (nats), eighths of the tokens", "mean steps")
+    layout(figure, "loss in the full run (nats), eighths", "mean steps")
     p = slowest_of(run.sweep)
     tokens = p["hard"]["tokens"][::-1]
     bars = go.Figure()

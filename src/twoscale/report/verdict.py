@@ -153,7 +153,7 @@ def recommend(sweep: Sweep, calibration: dict[str, Any] | None = None) -> tuple[
             f"For this model use {name_of(pick)}: {saving(pick)}, dCE {rise(pick)} nats against all {sweep.header['loops']} loops."
         )
         kind = "the best rule" if pick is fixed else "the best fixed depth"
-        verdict = "and it is quicker than that" if apart else "and the two cannot be told apart in time"
+        verdict = f"{name_of(pick)} is quicker" if apart else "in time the two cannot be told apart"
         words.append(f"Next to it, {kind} at the same quality is {name_of(other)}: {saving(other)}, dCE {rise(other)}; {verdict}.")
         if pick is fixed:
             words.append("So for this model a token's own geometry does not pay: depth needs do not differ enough between its tokens.")
