@@ -20,6 +20,7 @@ COMMANDS = {
     "sweep": "measure what every exit rule saves and costs, beside the baselines",
     "calibrate": "find a threshold for each group, with a bound on what it costs",
     "generate": "write text, each token leaving the loops on its own",
+    "export": "write the model as a folder that transformers opens",
     "report": "write RUN/report/index.html: figures, tables, the claims and their verdicts",
     "reproduce": "the main job in one folder: prepare, train, evaluate, trace, report; skips what is done",
     "bench": "measure speed on this machine (bench train, bench trace, bench decode)",

@@ -4,22 +4,27 @@ No code of a folder is executed, and nothing is unpickled. Names, shapes and set
 """
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from twoscale.config import UserError
-from twoscale.config.serial import read_json
+from twoscale.config import ModelConfig, UserError
+from twoscale.config.serial import from_dict, read_json
 from twoscale.data import Tokenizer
+from twoscale.interop.export import PREFIX, read_exported
 from twoscale.interop.families import FAMILIES
 from twoscale.interop.weights import Outline, Weights
 from twoscale.model import LoopedGPT
 from twoscale.train import checkpoint as ckpt
 
+Mapper = Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]]
+
 
 def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
-    """Model (in evaluation mode, fp32) and tokenizer of a run (its newest checkpoint), a checkpoint, or a Huginn or Ouro folder.
+    """Model (in evaluation mode, fp32) and tokenizer of a run (its newest checkpoint), a checkpoint, an export, or a Huginn or Ouro folder.
 
     A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
     without tokenizer.json gives None for its tokenizer.
@@ -36,6 +41,9 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
         return ckpt.load_model(newest)
     given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
     kind = given.get("model_type") if isinstance(given, dict) else None
+    if isinstance(given, dict) and (inside := read_exported(given)) is not None:
+        config = from_dict(ModelConfig, inside, str(folder / ckpt.CONFIG))
+        return _filled(config, Weights(folder), _ours, ()), _tokenizer(folder, given)  # type: ignore[return-value]
     if kind in FAMILIES:
         assert isinstance(given, dict)
         return _published(folder, given, kind)
@@ -47,12 +55,21 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
 
 
 def _published(folder: Path, given: dict[str, Any], kind: str) -> tuple[LoopedGPT, Tokenizer]:
-    """A folder of another family. The mapping of names runs on shapes alone first: what does not fit is named before it is read."""
+    """A folder of another family."""
     config_of, weights_of, spare = FAMILIES[kind]
-    config, weights = config_of(given), Weights(folder)
-    outline = Outline(weights.shapes)
+    return _filled(config_of(given), Weights(folder), weights_of, spare), _tokenizer(folder, given)  # type: ignore[return-value]
+
+
+def _ours(raw: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The weights of an exported folder."""
+    return {name.removeprefix(PREFIX): raw[name] for name in raw}
+
+
+def _filled(config: ModelConfig, weights: Weights, mapped_of: Mapper, spare: tuple[str, ...]) -> LoopedGPT:
+    """A model with a folder's weights. The mapping of names runs on shapes alone first: what does not fit is named before it is read."""
+    folder, outline = weights.folder, Outline(weights.shapes)
     try:
-        mapped = weights_of(outline, config)
+        mapped = mapped_of(outline, config)
     except KeyError as error:
         raise UserError(f"{folder} lacks the weight {error.args[0]}") from None
     except (RuntimeError, ValueError, IndexError) as error:
@@ -63,8 +80,8 @@ def _published(folder: Path, given: dict[str, Any], kind: str) -> tuple[LoopedGP
         model = LoopedGPT(config, seed=None)
     ckpt.check_shapes(model, {name: tuple(t.shape) for name, t in mapped.items()}, folder)
     model = model.to_empty(device="cpu")
-    ckpt.load_weights(model, weights_of(weights, config), folder)
-    return model.eval(), _tokenizer(folder, given)  # type: ignore[return-value]
+    ckpt.load_weights(model, mapped_of(weights, config), folder)
+    return model.eval()
 
 
 def _tokenizer(folder: Path, given: dict[str, Any]) -> Tokenizer | None:

@@ -1,0 +1,135 @@
+"""`twoscale export`: a run as a folder that transformers, and `twoscale.load`, open.
+
+config.json             settings under `twoscale`, and what transformers looks for
+model.safetensors       the weights, named model.NAME
+modeling_twoscale.py    three lines that import the package: the model is defined in one place
+tokenizer.json, tokenizer_config.json, generation_config.json
+calibration.json, controller.json    where the run has them
+README.md               the model card
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from twoscale import __version__
+from twoscale.config import RunConfig, UserError
+from twoscale.config.files import atomic_write, make_folder, write_json
+from twoscale.config.serial import read_json, read_jsonl, to_dict
+from twoscale.data.sources import END_OF_TEXT
+from twoscale.report.verdict import recommend
+from twoscale.tradeoff.open import calibrated_exit, find_checkpoint, name_checkpoint
+from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
+from twoscale.train import checkpoint as ckpt
+
+PREFIX = "model."
+CODE = '''"""The model is defined in the package `twoscale` (pip install 'twoscale[hf]'); this file only names its classes."""
+
+from twoscale.interop.hf import TwoscaleConfig, TwoscaleForCausalLM
+
+__all__ = ["TwoscaleConfig", "TwoscaleForCausalLM"]
+'''
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Literal["float32", "float16", "bfloat16"] = "float32") -> Path:
+    """Write the folder and return it. A folder that holds anything else than an older export is left alone."""
+    folder = find_checkpoint(run, checkpoint)
+    config = ckpt.load_config(folder)
+    model, tokenizer = ckpt.load_model(folder)
+    if out.exists() and any(out.iterdir()) and not (out / "modeling_twoscale.py").exists():
+        raise UserError(f"{out} is not empty and no earlier export: choose another --out")
+    make_folder(out)
+    tensors = {PREFIX + name: t.to(DTYPES[dtype]) for name, t in ckpt.model_tensors(model).items()}
+    save_file(tensors, out / ckpt.MODEL, metadata={"format": "pt"})
+    classes = {"AutoConfig": "modeling_twoscale.TwoscaleConfig", "AutoModelForCausalLM": "modeling_twoscale.TwoscaleForCausalLM"}
+    write_json(
+        out / ckpt.CONFIG,
+        {
+            "model_type": "twoscale", "architectures": ["TwoscaleForCausalLM"], "auto_map": classes, "dtype": dtype,
+            "twoscale_version": __version__, "eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot,
+            "twoscale": to_dict(config.model),
+        },
+    )  # fmt: skip
+    write_json(out / "generation_config.json", {"eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot})
+    write_json(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "padding_side": "left",
+            "model_max_length": config.model.block_size, "clean_up_tokenization_spaces": False,
+        },
+    )  # fmt: skip
+    tokenizer.save(out)
+    if calibrated_exit(run, name_checkpoint(folder), must=False) is not None:
+        found = read_json(run / CALIBRATION)
+        write_json(out / CALIBRATION, found | name_checkpoint(out))
+        if (run / CONTROLLER).exists():
+            shutil.copyfile(run / CONTROLLER, out / CONTROLLER)
+    _text(out / "modeling_twoscale.py", CODE)
+    _text(out / "README.md", card(run, folder, config, sum(t.numel() for t in tensors.values())))
+    return out
+
+
+def _text(path: Path, text: str) -> None:
+    with atomic_write(path) as f:
+        f.write(text.encode())
+
+
+def card(run: Path, folder: Path, config: RunConfig, parameters: int) -> str:
+    """The model card: what it is, how it was trained, what was measured."""
+    m, t, progress = config.model, config.train, ckpt.read_progress(folder)
+    groups = ", ".join("-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in m.groups) or "none"
+    rows = [
+        ("parameters", f"{parameters:,}"),
+        ("layers", f"{m.n_layer} of width {m.n_embd}, {m.n_head} heads; loop groups {groups}, mean loops {m.mean_loops}"),
+        ("context", f"{m.block_size} tokens, {m.vocab_size:,} in the vocabulary ({config.data.tokenizer})"),
+        ("training", f"{progress.step:,} steps, {progress.tokens:,} tokens, {t.optimizer}, seed {t.seed}"),
+        ("validation loss", "not measured" if progress.val_loss is None else f"{progress.val_loss:.4f} nats a token"),
+    ]
+    if (run / "evaluation.json").exists():
+        loops = read_json(run / "evaluation.json").get("cross_entropy_by_loops", {})
+        rows.append(("held-out loss by loops", ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    sweep = read_sweep(run / SWEEP)
+    advice = ""
+    if sweep is not None and sweep.header.get("weights") == name_checkpoint(folder)["weights"]:
+        advice = f"\n## Leaving early\n\n{recommend(sweep)[1]}\n"
+    steps = len(read_jsonl(run / "metrics.jsonl"))
+    return f"""---
+library_name: transformers
+tags: [looped-transformer, recurrent-depth, early-exit, twoscale]
+---
+
+# {config.name}
+
+A looped (recurrent-depth) language model, trained with `twoscale` {__version__}.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)  # needs the package twoscale
+batch = tokenizer(["The loop", "A state that"], return_tensors="pt", padding=True, return_token_type_ids=False)
+print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=32, loops={m.mean_loops})))
+print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=32, exit="acceleration:0.05", loops=30)))
+```
+{advice}
+## How it was made
+
+{steps:,} logged steps; source of the text: {json.dumps(config.data.source)}. Quality and safety were not looked at beyond these figures.
+"""
+
+
+def read_exported(given: dict[str, Any]) -> dict[str, Any] | None:
+    """The model's settings in the config.json of an exported folder; None where it is none."""
+    inside = given.get("twoscale")
+    return inside if given.get("model_type") == "twoscale" and isinstance(inside, dict) else None

@@ -1,0 +1,153 @@
+# mypy: ignore-errors
+# transformers is an extra, and its annotations do not fit models that keep their own cache
+"""A looped GPT for transformers (an extra, `pip install 'twoscale[hf]'`): a thin coat around LoopedGPT and the engine.
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)    # a folder made by `twoscale export`
+    model.generate(**batch, max_new_tokens=32, loops=12)
+    model.generate(**batch, max_new_tokens=32, exit="acceleration:0.05", loops=30)
+
+Padding may stand on either side; a row's answers never depend on it. `generate` goes through the engine's own cache.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from twoscale.config import ModelConfig
+from twoscale.config.serial import from_dict, to_dict
+from twoscale.engine import Engine
+from twoscale.engine.cache import Cache
+from twoscale.exits import Exit
+from twoscale.model import LoopedGPT, StateNoise
+
+
+class TwoscaleConfig(PretrainedConfig):
+    """ModelConfig in transformers' clothes; the settings themselves are under `twoscale`."""
+
+    model_type = "twoscale"
+
+    def __init__(self, twoscale: dict[str, Any] | None = None, **others: Any) -> None:
+        c = from_dict(ModelConfig, twoscale or {}, "config.json")
+        self.twoscale = to_dict(c)
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = c.vocab_size, c.n_embd, c.n_layer
+        self.num_attention_heads, self.num_key_value_heads, self.max_position_embeddings = c.n_head, c.kv_heads, c.block_size
+        others.pop("tie_word_embeddings", None)
+        super().__init__(tie_word_embeddings=False, **others)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return from_dict(ModelConfig, self.twoscale, "config.json")
+
+
+class EngineCache:
+    """Keys and values of a batch: the engine that made them, and one cache for each row."""
+
+    def __init__(self, engine: Engine, rows: int, capacity: int) -> None:
+        self.engine, self.rows = engine, [engine.open(capacity) for _ in range(rows)]
+        self.seen = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows for the beams that go on."""
+        self.rows = [_copy(self.rows[i]) for i in beam_idx.tolist()]
+
+    @torch.inference_mode()
+    def run(self, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """New tokens (B, T), those that are real: logits (B, T, V), zero elsewhere, and steps (B, T, G)."""
+        engine, (B, T) = self.engine, ids.shape
+        feeds = [(b, self.rows[b], ids[b][real[b]].tolist()) for b in range(B)]
+        x = torch.zeros(B, T, engine.config.n_embd, device=engine.device)
+        steps = torch.zeros(B, T, engine.config.n_groups, dtype=torch.int64, device=engine.device)
+        places = [real[b].nonzero().flatten() for b in range(B)]
+        waves = range(max(map(len, places), default=0)) if engine.token_by_token else [slice(None)]
+        for wave in waves:
+            piece = slice(wave, wave + 1) if isinstance(wave, int) else wave
+            live = [(b, cache, tokens[piece]) for b, cache, tokens in feeds if tokens[piece]]
+            if not live:
+                continue
+            states, taken = engine.run(live)
+            first = 0
+            for b, _, tokens in live:
+                at = places[b][piece]
+                x[b, at], steps[b, at] = states[first : first + len(tokens)].to(x.dtype), taken[first : first + len(tokens)]
+                first += len(tokens)
+        self.seen += T
+        logits = engine.model.head(x).float()
+        return logits.masked_fill(~real[..., None].to(logits.device), 0.0), steps
+
+
+def _copy(cache: Cache) -> Cache:
+    """A cache of its own with the same content."""
+    new = copy.copy(cache)
+    new.layers = []
+    for layer in cache.layers:
+        fresh = copy.copy(layer)
+        fresh.keys, fresh.values = layer.keys.clone(), layer.values.clone()
+        fresh.addresses = (fresh.keys.data_ptr(), fresh.values.data_ptr())
+        new.layers.append(fresh)
+    return new
+
+
+class TwoscaleForCausalLM(PreTrainedModel, GenerationMixin):
+    """A looped GPT with a language-modelling head."""
+
+    config_class = TwoscaleConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    _no_split_modules = ["LoopGroup", "PlainStage"]  # noqa: RUF012 (as the base class has it)
+
+    def __init__(self, config: TwoscaleConfig) -> None:
+        super().__init__(config)
+        self.model = LoopedGPT(config.model_config, seed=None)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Weights come from the folder."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # a key and value for every loop step: the engine has its own
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.model.wte
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> None:
+        self.model.wte = value
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: EngineCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        exit: Exit | None = None,
+        loops: int | Sequence[int] | None = None,
+        **ignored: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits (B, T, V) fp32. `exit` and `loops` are those of `twoscale.forward`; a cache keeps those that it began with."""
+        B, T = input_ids.shape
+        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask[:, -T:].bool()
+        cache = past_key_values if isinstance(past_key_values, EngineCache) else None
+        if cache is None and not use_cache and exit is None and bool(real.all()):
+            x, _ = self.model.hidden(input_ids, loops=loops, noise=StateNoise())  # the plain pass, which has gradients
+            logits = self.model.head(x).float()
+        else:
+            if cache is None:
+                cache = EngineCache(Engine(self.model, exit=exit, loops=loops), B, self.model.config.block_size)
+            logits, _ = cache.run(input_ids, real)
+        loss = None
+        if labels is not None:
+            wanted = labels[:, 1:].masked_fill(~real[:, 1:], -100)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), wanted.flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
