@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from twoscale import exits, geometry
     from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, UserError, presets
     from twoscale.engine import forward, generate
-    from twoscale.interop import load
+    from twoscale.interop.load import load
     from twoscale.model import LoopedGPT
     from twoscale.tracing import trace
 
