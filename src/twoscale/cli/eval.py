@@ -1,6 +1,7 @@
 """`twoscale eval RUN`: held-out loss, perplexity and bits per byte, at fixed loops or with an exit rule.
 
 twoscale eval runs/tiny --exit acceleration:1.0 --loops 30
+twoscale eval runs/tiny --tasks my_task --include my/tasks
 """
 
 import math
@@ -30,11 +31,17 @@ class EvalArgs:
     """Which checkpoint (for example step-000120); the newest by default."""
     data_dir: Path | None = None
     """Shards to take the held-out text from; by default the run's own."""
+    tasks: tuple[str, ...] = ()
+    """Instead: tasks of the lm-evaluation-harness (the extra twoscale[eval])."""
+    include: Path | None = None
+    """Folder with task files of your own."""
+    limit: int | None = None
+    """Only so many examples of each task."""
 
 
 def run(args: list[str]) -> int:
     given = parse(EvalArgs, args, "twoscale eval")
-    print(table(eval_run(given)))
+    print(tasks_table(given) if given.tasks else table(eval_run(given)))
     return 0
 
 
@@ -43,17 +50,13 @@ def eval_run(args: EvalArgs) -> dict[str, Any]:
 
     from twoscale.data import held_out
     from twoscale.tradeoff.answers import answers
-    from twoscale.tradeoff.open import calibration_for, find_checkpoint, open_run
+    from twoscale.tradeoff.open import open_run
     from twoscale.tradeoff.stats import interval
     from twoscale.tradeoff.text import Text
 
     if args.windows < 1:
         raise UserError("--windows is at least 1")
-    exit: Any = args.exit
-    loops = args.loops
-    if args.exit == "auto":
-        exit, most = calibration_for(find_checkpoint(args.run, args.checkpoint))
-        loops = loops or most
+    exit, loops = _exit(args)
     opened = open_run(args.run, args.checkpoint, args.data_dir)
     counts = opened.model.config.loops_for(loops)
     ids, targets = held_out(opened.data, opened.model.config.block_size, args.windows)
@@ -78,3 +81,37 @@ def table(found: dict[str, Any]) -> str:
         f"bits per byte   {found['bits_per_byte']:.4f}\n"
         f"mean steps      {steps}"
     )
+
+
+def tasks_table(args: EvalArgs) -> str:
+    """Accuracy, or what else a task reports, beside mean steps."""
+    try:
+        from twoscale.interop.harness import HarnessModel, evaluate
+    except ModuleNotFoundError:
+        raise UserError("--tasks needs the lm-evaluation-harness: pip install 'twoscale[eval]'") from None
+    from twoscale import load
+
+    if args.limit is not None and args.limit < 1:
+        raise UserError("--limit is at least 1")
+    exit, loops = _exit(args)
+    model, tokenizer = load(args.run if args.checkpoint is None else args.run / "checkpoints" / args.checkpoint)
+    counts = model.config.loops_for(loops)
+    lm = HarnessModel(model, tokenizer, loops, exit)
+    found = evaluate(lm, list(args.tasks), args.include, args.limit)
+    lines = [f"{args.run}, exit {args.exit or 'none'}"]
+    for task, numbers in found.items():
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items() if not key.startswith(("sample", "name")))
+        lines.append(f"{task:<24}{shown}")
+    steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(lm.mean_steps, counts, strict=True))
+    lines.append(f"mean steps              {steps}")
+    return "\n".join(lines)
+
+
+def _exit(args: EvalArgs) -> tuple[Any, int | None]:
+    """The rule and the most loops that were asked for, or calibrated."""
+    from twoscale.tradeoff.open import calibration_for, find_checkpoint
+
+    if args.exit != "auto":
+        return args.exit, args.loops
+    rules, most = calibration_for(find_checkpoint(args.run, args.checkpoint))
+    return rules, args.loops or most

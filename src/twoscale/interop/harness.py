@@ -1,0 +1,124 @@
+# mypy: ignore-errors
+# the harness is an extra, and mostly without annotations
+"""EleutherAI's lm-evaluation-harness on looped models (an extra, `pip install 'twoscale[eval]'`), with fixed loops or an exit rule.
+
+lm = HarnessModel(model, tokenizer, loops=30, exit="acceleration:0.05")
+results = evaluate(lm, ["lambada"], include="my/tasks", limit=100)
+lm.mean_steps      # in each group, over all tokens that were read
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from twoscale.config import UserError
+from twoscale.data import Tokenizer
+from twoscale.engine import forward, generate
+from twoscale.exits import Exit
+from twoscale.model import LoopedGPT
+
+LOGITS = 1 << 24  # logits that are held at a time
+
+
+class HarnessModel(TemplateLM):
+    """A looped model as the harness wants it."""
+
+    def __init__(self, model: LoopedGPT, tokenizer: Tokenizer, loops: int | None = None, exit: Exit | None = None, batch: int = 16) -> None:
+        super().__init__()
+        self.looped, self.own_tokenizer, self.loops, self.exit, self.batch = model, tokenizer, loops, exit, batch
+        self.room = model.config.block_size
+        self.steps = torch.zeros(model.config.n_groups, dtype=torch.float64)
+        self.tokens = 0
+
+    @property
+    def mean_steps(self) -> list[float]:
+        """Steps in each group, over all tokens so far."""
+        return (self.steps / max(1, self.tokens)).tolist()
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.own_tokenizer.eot
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        return self.own_tokenizer.encode(string)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **ignored: Any) -> list[tuple[float, bool]]:
+        """For each (_, context, continuation): log p(continuation | context), and whether it is what greedy decoding would write.
+
+        A text longer than the context loses tokens on its left.
+        """
+        texts = []
+        for _, context, continuation in requests:
+            whole = (list(context) + list(continuation))[-(self.room + 1) :]
+            texts.append((whole[:-1], list(continuation)[-self.room :]))
+        found: dict[int, tuple[float, bool]] = {}
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i][0]))
+        longest = len(texts[order[0]][0]) if order else 1
+        batch = max(1, min(self.batch, LOGITS // (longest * self.looped.config.vocab_size)))
+        for first in range(0, len(order), batch):
+            rows = order[first : first + batch]
+            out = forward(self.looped, [texts[i][0] for i in rows], exit=self.exit, loops=self.loops)
+            self.steps += out.steps.double().sum(dim=(0, 1)).cpu()
+            self.tokens += sum(len(texts[i][0]) for i in rows)
+            for row, i in enumerate(rows):
+                ids, continuation = texts[i]
+                logits = out.logits[row, len(ids) - len(continuation) : len(ids)]
+                wanted = torch.tensor(continuation, device=logits.device)
+                told = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
+                found[i] = float(told.double().sum()), bool((logits.argmax(dim=-1) == wanted).all())
+        return [found[i] for i in range(len(texts))]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        totals = []
+        for request in requests:
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.room, context_len=1
+            )
+            pieces = [(("", ""), *make_disjoint_window(pair)) for pair in windows]
+            totals.append(sum(value for value, _ in self._loglikelihood_tokens(pieces)))
+        return totals
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        texts = []
+        for request in requests:
+            prompt, options = request.args
+            stops = options.get("until") or []
+            stops = [stops] if isinstance(stops, str) else stops
+            most = min(int(options.get("max_gen_toks", 64)), self.room // 2)
+            ids = self.tok_encode(prompt)[-(self.room - most) :] or [self.eot_token_id]
+            temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
+            gen = generate(self.looped, [ids], most, exit=self.exit, loops=self.loops, temperature=temperature, stop=(self.eot_token_id,))
+            taken = torch.tensor(gen.prompt_steps[0] + gen.steps[0][1:], dtype=torch.float64)
+            self.steps += taken.sum(dim=0)
+            self.tokens += len(taken)
+            text = self.own_tokenizer.decode([t for t in gen.tokens[0] if t != self.eot_token_id])
+            for stop in stops:
+                text = text.split(stop)[0] if stop else text
+            texts.append(text)
+        return texts
+
+
+def evaluate(lm: HarnessModel, tasks: list[str], include: Path | None = None, limit: int | None = None) -> dict[str, Any]:
+    """Results of the tasks, by name: every number that the harness reports."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager(include_path=None if include is None else str(include))
+    known = set(manager.all_tasks)
+    if missing := [task for task in tasks if task not in known]:
+        where = f" or in {include}" if include is not None else "; folders with your own are named with --include"
+        raise UserError(f"there is no task {missing[0]!r} in the harness{where}")
+    try:
+        results = simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000, log_samples=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"the harness could not run {', '.join(tasks)}: {str(error).splitlines()[0]}") from None
+    assert results is not None
+    return {
+        task: {key.split(",")[0]: value for key, value in numbers.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+        for task, numbers in results["results"].items()
+    }
