@@ -43,7 +43,7 @@ def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("twoscale.train.checkpoint.load_config", lambda *a: nano_run())
     monkeypatch.setattr("twoscale.interop.load", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.tradeoff.open.open_run", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.interop.export.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.interop.export.ckpt.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.load", lambda *a: started.append(a) or pytest.skip("accepted"), raising=False)
     monkeypatch.setattr("twoscale.report.page.load_run", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.bench.train.bench_train", lambda *a: started.append(a) or pytest.skip("accepted"))

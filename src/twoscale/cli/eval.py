@@ -109,7 +109,8 @@ def tasks_table(args: EvalArgs) -> str:
 
 def _exit(args: EvalArgs) -> tuple[Any, int | None]:
     """The rule and the most loops that were asked for, or calibrated."""
-    from twoscale.tradeoff.open import calibration_for, find_checkpoint
+    from twoscale.tradeoff.open import calibration_for
+    from twoscale.train.checkpoint import find_checkpoint
 
     if args.exit != "auto":
         return args.exit, args.loops

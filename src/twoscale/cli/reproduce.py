@@ -114,7 +114,8 @@ def _trace_stage(out: Path) -> int:
 def _calibrate_stage(out: Path, quick: bool) -> int:
     """Thresholds for each group; before the sweep, which then shows them beside everything else."""
     from twoscale.cli.calibrate import CalibrateArgs, calibrate_run, describe
-    from twoscale.tradeoff.open import calibrated_exit, find_checkpoint, name_checkpoint
+    from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
+    from twoscale.train.checkpoint import find_checkpoint
 
     if calibrated_exit(out, name_checkpoint(find_checkpoint(out, None)), must=False) is not None:
         say("already calibrated")

@@ -41,28 +41,14 @@ def run(args: list[str]) -> int:
 
 def trace_run(args: TraceArgs) -> None:
     from twoscale.geometry.probe import measure_checkpoint, trace_sequence
-    from twoscale.train.checkpoint import list_checkpoints, newest_checkpoint
+    from twoscale.train.checkpoint import find_checkpoint, list_checkpoints
     from twoscale.train.run import find_data
 
-    if not args.run.is_dir():
-        raise UserError(f"{args.run} is no folder: give a run")
     numbers = [n for n in (args.loops, args.limit_loops) if n is not None]
     if min(numbers) < 1 or max(numbers) > 10_000 or (args.sequences is not None and args.sequences < 1):
         raise UserError("--loops and --limit-loops lie between 1 and 10000, --sequences is at least 1")
-    root = args.run / "checkpoints"
-    there = list_checkpoints(root)
-    if not there:
-        raise UserError(f"{args.run} has no checkpoint yet: train it first")
-    if args.checkpoint is not None:
-        folders = [root / Path(args.checkpoint).name]
-        if not folders[0].is_dir():
-            raise UserError(f"{folders[0]} does not exist (checkpoints of this run: {', '.join(p.name for p in there)})")
-    elif args.all:
-        folders = there
-    else:
-        newest = newest_checkpoint(root)
-        assert newest is not None
-        folders = [newest]
+    folders = list_checkpoints(args.run / "checkpoints") if args.all else []
+    folders = folders or [find_checkpoint(args.run, args.checkpoint)]
     data = find_data(args.run, args.data_dir)
     for i, folder in enumerate(folders, start=1):
         record = measure_checkpoint(args.run, folder, data, args.loops, args.sequences, args.limit_loops)

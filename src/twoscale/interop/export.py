@@ -22,7 +22,7 @@ from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.serial import read_json, read_jsonl, to_dict
 from twoscale.data.sources import END_OF_TEXT
 from twoscale.report.verdict import recommend
-from twoscale.tradeoff.open import calibrated_exit, find_checkpoint, name_checkpoint
+from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
 from twoscale.train import checkpoint as ckpt
 
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Literal["float32", "float16", "bfloat16"] = "float32") -> Path:
     """Write the folder and return it. A folder that holds anything else than an older export is left alone."""
-    folder = find_checkpoint(run, checkpoint)
+    folder = ckpt.find_checkpoint(run, checkpoint)
     config = ckpt.load_config(folder)
     model, tokenizer = ckpt.load_model(folder)
     if out.exists() and any(out.iterdir()) and not (out / "modeling_twoscale.py").exists():

@@ -33,25 +33,9 @@ class Opened:
         return part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)
 
 
-def find_checkpoint(run: Path, name: str | None) -> Path:
-    """One checkpoint of a run, the newest by default."""
-    if not run.is_dir():
-        raise UserError(f"{run} is no folder: give a run")
-    root = run / "checkpoints"
-    if name is None:
-        newest = ckpt.newest_checkpoint(root)
-        if newest is None:
-            raise UserError(f"{run} has no checkpoint yet: train it first")
-        return newest
-    folder = root / Path(name).name
-    if not folder.is_dir():
-        raise UserError(f"{folder} does not exist (checkpoints of this run: {', '.join(p.name for p in ckpt.list_checkpoints(root))})")
-    return folder
-
-
 def open_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> Opened:
     """The model of a run and the shards it was trained on, or others made with the same tokenizer."""
-    folder = find_checkpoint(run, checkpoint)
+    folder = ckpt.find_checkpoint(run, checkpoint)
     model, tokenizer = ckpt.load_model(folder)
     if not model.config.n_groups:
         raise UserError(f"{run} has no loop groups: there is nothing to leave early")
@@ -93,7 +77,7 @@ def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: 
 def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:
     """Rules and most loops that a run, or one checkpoint of it, was calibrated for."""
     run = path if (path / "checkpoints").is_dir() or path.parent.name != "checkpoints" else path.parent.parent
-    folder = path if (path / ckpt.MODEL).exists() else find_checkpoint(path, None)
+    folder = path if (path / ckpt.MODEL).exists() else ckpt.find_checkpoint(path, None)
     about = name_checkpoint(folder)
     rules = calibrated_exit(run, about)
     found = read_calibration(run / CALIBRATION)

@@ -136,6 +136,22 @@ def newest_checkpoint(root: Path) -> Path | None:
     raise UserError(f"the checkpoint {folders[-1]} is damaged ({problem}); {offer}")
 
 
+def find_checkpoint(run: Path, name: str | None) -> Path:
+    """One checkpoint of a run, the newest by default."""
+    if not run.is_dir():
+        raise UserError(f"{run} is no folder: give a run")
+    root = run / "checkpoints"
+    if name is None:
+        newest = newest_checkpoint(root)
+        if newest is None:
+            raise UserError(f"{run} has no checkpoint yet: train it first")
+        return newest
+    folder = root / Path(name).name
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist (checkpoints of this run: {', '.join(p.name for p in list_checkpoints(root))})")
+    return folder
+
+
 def set_aside_after(root: Path, step: int) -> None:
     """Going on from an older checkpoint: later ones are renamed, so that they are neither resumed from nor pruned against."""
     for folder in list_checkpoints(root):
