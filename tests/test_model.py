@@ -182,7 +182,7 @@ def test_paper_preset_steps() -> None:
     loss = model(ids, ids, loops=2, noise=StateNoise(0, 0, (0,)))
     loss.backward()
     # Head and embedding are one matrix, and the sandwich keeps much of the token in the state: the first loss is not ln V.
-    assert math.isfinite(float(loss)) and all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert math.isfinite(float(loss.detach())) and all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
