@@ -87,6 +87,10 @@ def test_gradients(opened) -> None:  # type: ignore[no-untyped-def]
     """With labels there is a loss that trains."""
     model, tokenizer = opened
     ids = tokenizer("The loop turns", return_tensors="pt").input_ids
+    batch = tokenizer(["The loop turns", "A"], return_tensors="pt", padding=True, padding_side="right")
+    padded = model(batch.input_ids, batch.attention_mask, labels=batch.input_ids, loops=3)
+    padded.loss.backward()
+    assert padded.loss > 0 and model.model.wte.weight.grad.abs().sum() > 0
     out = model(ids, labels=ids, loops=3)
     out.loss.backward()
     assert out.loss > 0 and model.model.wte.weight.grad.abs().sum() > 0

@@ -123,6 +123,12 @@ CONFIGS = [
     ("another start", HUGINN | {"state_init": "embed"}, "state_init"),
     ("noise while testing", HUGINN | {"test_time_noise": 0.3}, "test_time_noise"),
     ("layers that do not add up", HUGINN | {"n_layers": 9}, "n_layers = 9"),
+    ("another scale of the embedding", HUGINN | {"init_values": {"embed_scale": 3.0}}, "embed_scale"),
+    ("an untied head", HUGINN | {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    ("a sliding window", OURO | {"use_sliding_window": True}, "use_sliding_window"),
+    ("a number of many digits", OURO | {"rope_theta": 10**400}, "rope_theta"),
+    ("kinds that are lists", OURO | {"layer_types": [[1]]}, "layer_types"),
+    ("a family that is a list", {"model_type": ["ouro"]}, "neither a run nor a checkpoint"),
     ("another family", {"model_type": "gpt_neox"}, "gpt_neox"),
     ("no family", [], "neither a run nor a checkpoint"),
 ]
@@ -132,7 +138,7 @@ CONFIGS = [
 def test_bad_configs(config: Any, word: str, tmp_path: Path) -> None:
     """A setting that is not supported, or cannot be meant, is named; nothing of that size is ever made."""
     kind = config.get("model_type") if isinstance(config, dict) else None
-    tensors = huginn_tensors() if kind == "huginn_raven" else ouro_tensors() if kind == "ouro" else None
+    tensors = huginn_tensors() if kind == "huginn_raven" else ouro_tensors() if kind == "ouro" else None  # a list is neither
     with pytest.raises(UserError, match=word) as error:
         twoscale.load(folder(tmp_path, config, tensors))
     assert "\n" not in str(error.value)

@@ -143,7 +143,8 @@ def test_auto(swept: Path, trained: Path, cli: CommandLine) -> None:
     """`--exit auto` runs the calibrated rules, at the loops that they were calibrated for."""
     found = json.loads((swept / "calibration.json").read_text())
     assert found["goal"] == {"max_dce": 0.02} and found["bound"] <= 0.02 and len(found["rules"]) == 2
-    assert {"calibrated", "single", "fewer_steps", "beats_single"} <= set(found["report"])
+    assert {"calibrated", "single", "equal", "fewer_steps", "beats_single"} <= set(found["report"])
+    assert found["report"]["equal"]["ce"] <= found["report"]["calibrated"]["ce"], "what it must beat loses no more"
     words = ("The loop", "--max-new-tokens", "12", "--temperature", "0")
     code, out, err = cli("generate", swept, *words, "--exit", "auto")
     assert code == 0 and "of 6 in" in err
@@ -261,7 +262,7 @@ def a_sweep(**points: tuple[float, float, float]) -> Sweep:
                 "steps": [{"mean": steps, "std": 0.0, "histogram": [0, 1]}],
             }
         )  # fmt: skip
-    return Sweep({"loops": 30, "checkpoint": "step-1", "groups": 1, "tokens": 1, "clusters": 1, "by": "documents"}, made, 1)
+    return Sweep({"loops": 30, "checkpoint": "step-1", "groups": 1, "tokens": 1, "clusters": 1, "by": "documents"}, made, 3)
 
 
 PAPERS = {
@@ -338,3 +339,44 @@ def test_byte_lengths(corpus: Path) -> None:
         text = "the loop settles, naïvely: 循環\n\t<|endoftext|>"
         assert int(tokenizer.byte_lengths()[tokenizer.encode(text)].sum()) == len(text.encode())
         assert tokenizer.byte_lengths()[tokenizer.eot] == 0
+
+
+def test_learned_calibration_keeps_its_heads(trained: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """A calibration of the learned rule goes on with the controller that was certified, whatever controller.json becomes; a text of
+    another fingerprint trains another."""
+    from twoscale.tradeoff.open import calibration_for
+
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    code, out, err = cli("calibrate", run, "--rule", "learned", "--max-dce", "0.5", "--loops", "6", "--windows", "6")
+    assert code == 0 and "learned" in out, err
+    before = json.loads((run / "controller.json").read_text())
+    rules, _ = calibration_for(run)
+    changed = before | {"heads": [[0.0] * 7 for _ in before["heads"]]}
+    (run / "controller.json").write_text(json.dumps(changed))
+    again, _ = calibration_for(run)
+    assert again == rules and all([list(h) for h in rule.heads] == before["heads"] for rule in again.values())  # type: ignore[attr-defined]
+    (run / "controller.json").write_text(json.dumps(before | {"text": "another"}))
+    assert cli("sweep", run, *SHORT, "--rules", "step-norm", "--taus", "0.1")[0] == 0
+    assert json.loads((run / "controller.json").read_text())["text"] == before["text"]
+    code, _, err = cli("calibrate", run, "--rule", "kl:0.01,read=coda", "--loops", "4", "--windows", "3")
+    assert code == 2 and "coda" in err
+
+
+def test_report_leaves_out_a_foreign_calibration(swept: Path, tmp_path: Path) -> None:
+    """A calibration of another checkpoint than the sweep's is not shown beside it."""
+    from twoscale.report.load import load_run
+
+    run = tmp_path / "run"
+    shutil.copytree(swept, run)
+    assert load_run(run).calibration is not None
+    found = json.loads((run / "calibration.json").read_text())
+    (run / "calibration.json").write_text(json.dumps(found | {"weights": "other"}))
+    assert load_run(run).calibration is None
+
+
+def test_one_round_decides_nothing() -> None:
+    """Claims on time need several rounds."""
+    sweep = a_sweep(**PAPERS)
+    lone = Sweep(sweep.header, sweep.points, 1)
+    assert [c.outcome for c in judge_exits(lone)][:2] == ["undecided", "undecided"]

@@ -262,11 +262,15 @@ def test_path_is_best() -> None:
         )
 
     everything = [both(choice) for choice in itertools.product(range(6), repeat=3)]
-    for choice in path:
+    start = next(i for i, c in enumerate(path) if not any(s <= both(c)[0] and k < both(c)[1] - 1e-9 for s, k in everything))
+    assert start <= 2, "at most two milder settings come first"
+    for choice in path[start:]:
         steps, cost = both(choice)
         assert not any(s <= steps and c < cost - 1e-9 for s, c in everything)
     assert [both(c)[0] for c in path] == sorted((both(c)[0] for c in path), reverse=True)
     assert best_path([[(4.0, 0.0), (2.0, -0.3), (1.0, 0.1)]], [1.0])[0] == (1,), "a gain counts as no cost, not as a reason to stop"
+    free = [[(30.0 - 5 * j, -0.01) if j else (30.0, 0.0) for j in range(6)]] * 2
+    assert best_path(free, [1.0, 1.0])[:3] == [(1, 1), (3, 3), (5, 5)], "where leaving seems free, milder settings are tested first"
 
 
 def test_goals() -> None:

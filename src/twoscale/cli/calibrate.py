@@ -57,8 +57,8 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
 
     asked = (args.max_dce, args.mean_steps, args.ms)
     goal = Goal(*asked) if any(value is not None for value in asked) else Goal(max_dce=0.005)
-    if args.windows < 1 or args.loops < 2:
-        raise UserError("--windows is at least 1, --loops at least 2")
+    if args.windows < 2 or args.loops < 2:
+        raise UserError("--windows and --loops are at least 2")
     named = args.rule.split(":")[0]
     if named != "learned":
         kind = exits.NAMES.get(named)
@@ -68,7 +68,7 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
     texts = Texts(opened.text("fit", max(1, args.windows // 3)), opened.text("certify", args.windows), opened.text("report", args.windows))
     if named == "learned":
         say("the controller is read or trained")
-        rule = controller(args.run, opened.model, texts.fit, args.loops, opened.about)
+        rule = controller(args.run, opened, args.loops)
     result = opened.about | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
     write_json(args.run / CALIBRATION, result)
     return result
@@ -76,22 +76,26 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
 
 def describe(result: dict[str, Any]) -> str:
     """The result in a few lines."""
-    mine, single = result["report"]["calibrated"], result["report"]["single"]
+    r = result["report"]
+    mine, single, equal = r["calibrated"], r["single"], r["equal"]
     goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in result["goal"].items())
     lines = [f"{result['checkpoint']}, {result['rule']}, asked: {goal}"]
     for g, rule in enumerate(result["rules"]):
         lines.append(f"  group {g + 1}: {rule or 'all loops'}, {mine['steps'][g]:.2f} steps on average")
     lines.append(
         f"certified on {result['tokens']['certify']:,} tokens of {result['clusters']['certify']} {result['by']}: the loss rises by no more "
-        f"than {result['bound']:.4f} nats a token (confidence {1 - result['delta']:.0%})"
+        f"than {result['bound']:.4f} nats a token (confidence {100 * (1 - result['delta']):.4g} %)"
     )
     lines.append(
         f"on unseen text: {mine['mean_steps']:.2f} steps, dCE {mine['dce']:+.4f} [{mine['dce_low']:+.4f}, {mine['dce_high']:+.4f}]; "
-        f"the best single threshold ({single['rule'] or 'none, all loops'}): {single['mean_steps']:.2f} steps, dCE {single['dce']:+.4f}"
+        f"a single threshold certified likewise ({single['rule'] or 'none, all loops'}): {single['mean_steps']:.2f} steps, dCE "
+        f"{single['dce']:+.4f}"
     )
-    r = result["report"]
     word = "beats" if r["beats_single"] else "does not beat"
-    lines.append(f"it {word} the single threshold: {r['fewer_steps']:+.2f} fewer steps [{r['fewer_low']:+.2f}, {r['fewer_high']:+.2f}]")
+    lines.append(
+        f"it {word} the best single threshold at the same loss or less ({equal['rule'] or 'none, all loops'}, {equal['mean_steps']:.2f} "
+        f"steps, dCE {equal['dce']:+.4f}): {r['fewer_steps']:+.2f} fewer steps [{r['fewer_low']:+.2f}, {r['fewer_high']:+.2f}]"
+    )
     if not any(result["rules"]):
         lines.append("no setting could be certified, so every group runs all its loops: ask for less, or hold out more text")
     return "\n".join(lines)

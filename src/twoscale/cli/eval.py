@@ -54,8 +54,8 @@ def eval_run(args: EvalArgs) -> dict[str, Any]:
     from twoscale.tradeoff.stats import interval
     from twoscale.tradeoff.text import Text
 
-    if args.windows < 1:
-        raise UserError("--windows is at least 1")
+    if args.windows < 2:
+        raise UserError("--windows is at least 2")
     exit, loops = _exit(args)
     opened = open_run(args.run, args.checkpoint, args.data_dir)
     counts = opened.model.config.loops_for(loops)
@@ -95,6 +95,8 @@ def tasks_table(args: EvalArgs) -> str:
         raise UserError("--limit is at least 1")
     exit, loops = _exit(args)
     model, tokenizer = load(args.run if args.checkpoint is None else args.run / "checkpoints" / args.checkpoint)
+    if tokenizer is None:
+        raise UserError(f"{args.run} has no tokenizer.json, which the harness needs")
     counts = model.config.loops_for(loops)
     lm = HarnessModel(model, tokenizer, loops, exit)
     found = evaluate(lm, list(args.tasks), args.include, args.limit)
@@ -114,5 +116,6 @@ def _exit(args: EvalArgs) -> tuple[Any, int | None]:
 
     if args.exit != "auto":
         return args.exit, args.loops
-    rules, most = calibration_for(find_checkpoint(args.run, args.checkpoint))
+    folder = args.run if (args.run / "model.safetensors").exists() else find_checkpoint(args.run, args.checkpoint)
+    rules, most = calibration_for(folder)
     return rules, args.loops or most

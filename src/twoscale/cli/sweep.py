@@ -57,8 +57,8 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
     from twoscale.tradeoff.sweep import Sweeper
     from twoscale.train.parallel import open_world
 
-    if args.windows < 1 or args.rounds < 1 or args.loops < 2:
-        raise UserError("--windows and --rounds are at least 1, --loops at least 2")
+    if args.windows < 2 or args.rounds < 1 or args.loops < 2:
+        raise UserError("--windows and --loops are at least 2, --rounds at least 1")
     if not args.taus or not all(0 <= tau < float("inf") for tau in args.taus):
         raise UserError("--taus are numbers of at least 0")
     for name in args.rules:
@@ -72,11 +72,11 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
             if world.main:
                 try:
                     say("the controller is read or trained")
-                    controller(args.run, opened.model, opened.text("fit", args.windows), args.loops, opened.about)
+                    controller(args.run, opened, args.loops)
                 except UserError as error:
                     problem = str(error)
             world.agree(problem)
-            learned = controller(args.run, opened.model, text, args.loops, opened.about)
+            learned = controller(args.run, opened, args.loops)
         points = grid(opened.model.config, args.loops, args.rules, args.taus, learned, calibrated)
         sweeper = Sweeper(
             opened.model, text, args.loops, args.run / "sweep.jsonl", opened.about, world, args.rounds, args.windows,

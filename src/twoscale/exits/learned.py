@@ -80,10 +80,14 @@ class Learned(Threshold):
 
 def read_heads(path: Path) -> tuple[tuple[float, ...], ...]:
     """The heads of a controller.json."""
-    found = read_json(path)
+    return heads_of(read_json(path), path)
+
+
+def heads_of(found: Any, path: Path) -> tuple[tuple[float, ...], ...]:
+    """The heads in what was read from a file."""
     heads = found.get("heads") if isinstance(found, dict) else None
     if not isinstance(heads, list) or not all(
         isinstance(head, list) and all(isinstance(w, int | float) and not isinstance(w, bool) for w in head) for head in heads
     ):
-        raise UserError(f"{path} is no controller: train it with `twoscale calibrate RUN --rule learned`")
+        raise UserError(f"{path} holds no controller: train it with `twoscale calibrate RUN --rule learned`")
     return tuple(tuple(float(w) for w in head) for head in heads)

@@ -91,8 +91,9 @@ def card(run: Path, folder: Path, config: RunConfig, parameters: int) -> str:
         ("training", f"{progress.step:,} steps, {progress.tokens:,} tokens, {t.optimizer}, seed {t.seed}"),
         ("validation loss", "not measured" if progress.val_loss is None else f"{progress.val_loss:.4f} nats a token"),
     ]
-    if (run / "evaluation.json").exists():
-        loops = read_json(run / "evaluation.json").get("cross_entropy_by_loops", {})
+    measured = read_json(run / "evaluation.json") if (run / "evaluation.json").exists() else {}
+    if measured.get("checkpoint") == folder.name:
+        loops = measured.get("cross_entropy_by_loops", {})
         rows.append(("held-out loss by loops", ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     sweep = read_sweep(run / SWEEP)

@@ -24,8 +24,11 @@ def huginn_config(given: Mapping[str, Any]) -> ModelConfig:
         given,
         block_class_name=("SandwichBlock",), norm_class_name=("RMSNorm_llama",), mlp_class_name=("GatedMLP",), nonlin_name=("SiLU",),
         injection_type=("linear",), state_init=("like-init", "zero"), bias=(False,), tie_embeddings=(True,), test_time_noise=(0, 0.0, None),
-        num_key_value_heads=(None, given.get("n_heads")),
+        num_key_value_heads=(None, given.get("n_heads")), tie_word_embeddings=(True,),
     )  # fmt: skip
+    values = given.get("init_values")
+    if isinstance(values, dict) and isinstance(values.get("embed_scale"), int | float):
+        _close("init_values.embed_scale", values["embed_scale"], _whole(given, "n_embd") ** 0.5)
     prelude, core, coda = (_whole(given, f"n_layers_in_{part}", MAX_LAYERS) for part in ("prelude", "recurrent_block", "coda"))
     if "n_layers" in given and _whole(given, "n_layers") != prelude + core + coda:
         raise UserError(f"config.json: n_layers = {given['n_layers']}, but prelude, recurrent block and coda have {prelude + core + coda}")
@@ -65,9 +68,16 @@ def huginn_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
 def ouro_config(given: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of an Ouro folder's config.json."""
     layers = _whole(given, "num_hidden_layers", MAX_LAYERS)
-    _only(given, hidden_act=("silu",), rope_scaling=(None,), attention_bias=(None, False), mlp_bias=(None, False))
+    _only(
+        given,
+        hidden_act=("silu",),
+        rope_scaling=(None,),
+        attention_bias=(None, False),
+        mlp_bias=(None, False),
+        use_sliding_window=(None, False),
+    )
     kinds = given.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise UserError("config.json: layer_types other than full_attention are not supported")
     rope = given.get("rope_parameters")
     if isinstance(rope, dict) and rope.get("rope_type", "default") != "default":
@@ -135,9 +145,14 @@ def _whole(given: Mapping[str, Any], name: str, most: int = 2**40) -> int:
 
 def _number(given: Mapping[str, Any], name: str) -> float:
     value = given.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"config.json: {name} = {value!r}, but it must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise UserError(f"config.json: {name} = {str(value)[:40]}, but it must be a number")
     return float(value)
+
+
+def _close(name: str, value: float, wanted: float) -> None:
+    if not abs(value - wanted) <= 1e-3 * wanted:
+        raise UserError(f"config.json: {name} = {value}, but only {wanted:g} is supported")
 
 
 def _only(given: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:

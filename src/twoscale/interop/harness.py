@@ -119,6 +119,10 @@ def evaluate(lm: HarnessModel, tasks: list[str], include: Path | None = None, li
         raise UserError(f"the harness could not run {', '.join(tasks)}: {str(error).splitlines()[0]}") from None
     assert results is not None
     return {
-        task: {key.split(",")[0]: value for key, value in numbers.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+        task: {
+            key.removesuffix(",none"): value
+            for key, value in numbers.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
         for task, numbers in results["results"].items()
     }

@@ -139,9 +139,10 @@ class TwoscaleForCausalLM(PreTrainedModel, GenerationMixin):
         B, T = input_ids.shape
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask[:, -T:].bool()
         cache = past_key_values if isinstance(past_key_values, EngineCache) else None
-        if cache is None and not use_cache and exit is None and bool(real.all()):
+        on_the_right = bool((real[:, 1:] <= real[:, :-1]).all() and real[:, 0].all())  # no token sees padding that comes after it
+        if cache is None and not use_cache and exit is None and on_the_right:
             x, _ = self.model.hidden(input_ids, loops=loops, noise=StateNoise())  # the plain pass, which has gradients
-            logits = self.model.head(x).float()
+            logits = self.model.head(x).float().masked_fill(~real[..., None], 0.0)
         else:
             if cache is None:
                 cache = EngineCache(Engine(self.model, exit=exit, loops=loops), B, self.model.config.block_size)

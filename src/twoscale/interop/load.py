@@ -41,6 +41,7 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
         return ckpt.load_model(newest)
     given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
     kind = given.get("model_type") if isinstance(given, dict) else None
+    kind = kind if isinstance(kind, str) else None
     if isinstance(given, dict) and (inside := read_exported(given)) is not None:
         config = from_dict(ModelConfig, inside, str(folder / ckpt.CONFIG))
         return _filled(config, Weights(folder), _ours, ()), _tokenizer(folder, given)  # type: ignore[return-value]

@@ -56,6 +56,9 @@ def load_run(folder: Path) -> RunFiles:
         raise UserError(f"{folder / 'geometry.jsonl'} holds lines that are no measurements: remove them or measure again")
     if not geometry:
         raise UserError(f"{folder} has no geometry.jsonl: run `twoscale trace {folder}` first")
+    sweep, calibration = read_sweep(folder / SWEEP), read_calibration(folder / CALIBRATION)
+    if sweep is not None and calibration is not None and calibration.get("weights") != sweep.header.get("weights"):
+        calibration = None  # of another checkpoint than what the page shows
     return RunFiles(
         folder,
         config,
@@ -63,8 +66,8 @@ def load_run(folder: Path) -> RunFiles:
         sorted(geometry, key=lambda r: r["step"]),
         _optional(folder / "trace" / "sequence.json"),
         _optional(folder / "evaluation.json"),
-        read_sweep(folder / SWEEP),
-        read_calibration(folder / CALIBRATION),
+        sweep,
+        calibration,
     )
 
 

@@ -91,7 +91,7 @@ def sweep_table(sweep: Sweep) -> str:
         rows.append(f"<tr><td>{html.escape(family_look(p['family'])[0])}</td><td>{html.escape(p['label'] or p['id'])}</td>{cells}</tr>")
     h = sweep.header
     note = (
-        f"{h['checkpoint']}, {h['tokens']:,} held-out tokens of {h['clusters']} {h['by']} (long ones in pieces), "
+        f"{h['checkpoint']}, {h['tokens']:,} held-out tokens of {h['clusters']} {h['by']}, "
         f"at most {h['loops']} loops, {sweep.rounds} rounds of timing"
     )
     return f"<details><summary>All {len(rows)} points of the sweep</summary>{table(note, head, rows)}</details>"

@@ -102,6 +102,10 @@ def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[
         )
         if any(chosen) and (not path or chosen != path[-1]):
             path.append(chosen)
+    if path:  # where leaving seems free on little text the first choice may be bold: milder ones come before it
+        first, most = path[0], max(path[0])
+        steps = sorted({max(1, most // 3), max(1, 2 * most // 3)} - {most})
+        path = [tuple(min(j, step) for j in first) for step in steps] + path
     if len(path) > longest:
         path = [path[i] for i in sorted({round(i * (len(path) - 1) / (longest - 1)) for i in range(longest)})]
     return path
@@ -113,6 +117,8 @@ class Calibration:
     def __init__(self, model: LoopedGPT, rule: exits.Rule, texts: Texts, loops: int, delta: float, say: Say = lambda text: None) -> None:
         if main_setting(type(rule)) != "tau":
             raise UserError(f"{type(rule).__name__} has no threshold to calibrate")
+        if rule.token_by_token:
+            raise UserError("a rule that reads through the coda cannot be calibrated: read by the lens")
         if not 0 < delta < 0.5:
             raise UserError(f"delta = {delta}: the chance of being wrong lies between 0 and 0.5")
         self.model, self.rule, self.texts, self.loops, self.delta, self.say = model, rule, texts, loops, delta, say
@@ -144,10 +150,12 @@ class Calibration:
             "clusters": {name: text.n_clusters for name, text in vars(self.texts).items()},
             "by": self.texts.certify.by,
         }
-        return result | self._compare(chosen, single) | {"seconds": round(time.perf_counter() - started, 1)}
+        if isinstance(self.rule, exits.Learned):
+            result["heads"] = [list(head) for head in self.rule.heads]  # certified with these, whatever controller.json becomes
+        return result | self._compare(chosen, single, everywhere) | {"seconds": round(time.perf_counter() - started, 1)}
 
     def _word(self, certified: Certified | None, group: int) -> str | None:
-        """A group's rule as the command line writes it; a learned one without its weights, which lie in controller.json."""
+        """A group's rule as the command line writes it; a learned one without its weights, which are under `heads`."""
         rule = None if certified is None else certified.setting.get(group)
         if isinstance(rule, exits.Learned):
             return f"learned:{rule.tau!r}"
@@ -219,23 +227,37 @@ class Calibration:
             limit, unit = goal.mean_steps, "steps"
         for setting, cost in zip(path, costs, strict=True):
             if cost <= limit:
+                self.say(f"{cost:.3g} {unit} on the text that was fitted on")
                 return Certified(setting, self._bound(setting), True)
         raise UserError(f"no setting of the rule gets below {limit:g} {unit}: the quickest takes {min(costs):.3g}")
 
     # -- report --------------------------------------------------------------------------------------------------
 
-    def _compare(self, chosen: Certified | None, single: Certified | None) -> dict[str, Any]:
-        """Both results on documents that neither fitting nor certifying has seen."""
+    def _compare(self, chosen: Certified | None, single: Certified | None, everywhere: list[Setting]) -> dict[str, Any]:
+        """On documents that neither fitting nor certifying has seen: the result, the single threshold that was certified in the same
+        way, and the cheapest single threshold whose loss there is no higher than the result's, which is what it must beat."""
         text, full = self.texts.report, self.full["report"]
         found: dict[str, Answers] = {}
         records: dict[str, Any] = {}
-        for name, certified in (("calibrated", chosen), ("single", single)):
-            setting = None if certified is None else dict(certified.setting)
-            found[name] = full if setting is None else answers(self.model, text, setting, self.loops)
-            record = describe(self.model.config, text, found[name], full, setting)
+
+        def keep(name: str, setting: Setting | None, given: Answers | None = None) -> None:
+            known = dict(setting) if setting is not None else None
+            found[name] = given or (full if known is None else answers(self.model, text, known, self.loops))
+            record = describe(self.model.config, text, found[name], full, known)
             keys = ("ce", "dce", "dce_low", "dce_high", "agree", "mean_steps", "flops")
             records[name] = {key: record[key] for key in keys} | {"steps": [g["mean"] for g in record["steps"]]}
-        fewer = (found["single"].steps.double().mean(dim=-1) - found["calibrated"].steps.double().mean(dim=-1)).numpy()
+            if name != "calibrated":
+                records[name]["rule"] = None if setting is None else self._word(Certified(setting, 0.0, True), 0)
+
+        keep("calibrated", None if chosen is None else chosen.setting)
+        keep("single", None if single is None else single.setting)
+        loss = found["calibrated"].losses.mean()
+        rival: tuple[Setting | None, Answers] = (None, full)
+        for setting in everywhere:
+            given = answers(self.model, text, dict(setting), self.loops)
+            if given.losses.mean() <= loss and given.steps.double().mean() < rival[1].steps.double().mean():
+                rival = (setting, given)
+        keep("equal", *rival)
+        fewer = (found["equal"].steps.double().mean(dim=-1) - found["calibrated"].steps.double().mean(dim=-1)).numpy()
         low, high = interval(fewer, text.clusters.numpy())
-        records["single"]["rule"] = self._word(single, 0)
         return {"report": records | {"fewer_steps": float(fewer.mean()), "fewer_low": low, "fewer_high": high, "beats_single": low > 0}}

@@ -17,10 +17,11 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.config.files import write_json
 from twoscale.config.serial import read_json
-from twoscale.exits.learned import FEATURES, features
+from twoscale.exits.learned import FEATURES, features, heads_of
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.answers import answers
 from twoscale.tradeoff.noted import note
+from twoscale.tradeoff.open import Opened
 from twoscale.tradeoff.summary import CONTROLLER
 from twoscale.tradeoff.text import Text
 
@@ -32,7 +33,6 @@ WINDOWS = 8  # of text: eight weights need no more
 def train_controller(model: LoopedGPT, text: Text, loops: int) -> dict[str, Any]:
     """The heads of all groups, and how well they tell: a record for controller.json."""
     started = time.perf_counter()
-    text = Text(text.ids[:WINDOWS], text.targets[:WINDOWS], text.clusters[:WINDOWS], text.by)
     table = torch.stack([answers(model, text, None, k).losses.flatten() for k in range(1, loops + 1)])  # (K, n)
     better = (table - table[-1] > MARGIN).float()
     seen = note(model, text, exits.Acceleration(0.0), loops, features)
@@ -68,12 +68,13 @@ def fit(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((w[:1] - (slopes * mean).sum(), slopes))
 
 
-def controller(folder: Path, model: LoopedGPT, text: Text, loops: int, about: dict[str, Any]) -> exits.Learned:
-    """The controller of a run: read if it was trained for this very checkpoint and depth, trained and saved otherwise."""
-    path = folder / CONTROLLER
+def controller(folder: Path, opened: Opened, loops: int) -> exits.Learned:
+    """The controller of a run: read if it was trained for this very checkpoint, depth and text, trained and saved otherwise."""
+    path, text = folder / CONTROLLER, opened.text("fit", WINDOWS)
+    about = opened.about | {"text": text.fingerprint}
     wanted = about | {"loops": loops}
     there = read_json(path) if path.exists() else {}
-    if not all(there.get(key) == value for key, value in wanted.items()):
-        there = about | train_controller(model, text, loops)
+    if not isinstance(there, dict) or not all(there.get(key) == value for key, value in wanted.items()):
+        there = about | train_controller(opened.model, text, loops)
         write_json(path, there)
-    return exits.Learned(0.5, weights=tuple(tuple(head) for head in there["heads"]))
+    return exits.Learned(0.5, weights=heads_of(there, path))

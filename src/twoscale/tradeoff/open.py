@@ -10,9 +10,9 @@ import torch
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.data import TokenData, Tokenizer
-from twoscale.exits.learned import read_heads
+from twoscale.exits.learned import heads_of
 from twoscale.model import LoopedGPT
-from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, read_calibration
+from twoscale.tradeoff.summary import CALIBRATION, read_calibration
 from twoscale.tradeoff.sweep import fingerprint
 from twoscale.tradeoff.text import Role, Text, part
 from twoscale.train import checkpoint as ckpt
@@ -68,7 +68,7 @@ def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: 
     rules: dict[int, exits.Rule] = {}
     for g, word in enumerate(found["rules"]):
         if isinstance(word, str) and word.startswith("learned:"):
-            rules[g] = exits.Learned(float(word.split(":")[1]), weights=read_heads(folder / CONTROLLER))
+            rules[g] = exits.Learned(float(word.split(":")[1]), weights=heads_of(found, folder / CALIBRATION))
         elif word is not None:
             rules[g] = exits.parse(word)
     return rules

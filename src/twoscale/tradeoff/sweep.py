@@ -64,7 +64,8 @@ class Sweeper:
         self.model, self.text, self.loops, self.path, self.world, self.rounds = model, text, loops, path, world, rounds
         self.header = {
             "kind": "sweep", "version": VERSION, **about, "loops": loops, "windows": len(text.ids), "asked_windows": windows,
-            "tokens": text.targets.numel(), "clusters": text.n_clusters, "by": text.by, "groups": model.config.n_groups,
+            "tokens": text.targets.numel(), "clusters": text.n_clusters, "by": text.by, "text": text.fingerprint,
+            "groups": model.config.n_groups,
         }  # fmt: skip
         self.depths: dict[tuple[int, ...], Answers] = {}
         self.table: Table | None = None

@@ -3,6 +3,7 @@
 Shapes: N windows, T tokens in each.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.data import TokenData
 
+By = Literal["documents", "pieces", "windows"]
 Role = Literal["fit", "certify", "report"]
 SHARES: dict[Role, float] = {"fit": 0.25, "certify": 0.375, "report": 0.375}
 MOST = 4_000_000  # tokens of a split that are looked at
 ENOUGH = 12  # documents; with fewer the text is parted by windows
-PIECE = 2048  # tokens; a longer document counts as several, or a few long ones would be all there is
+FEW = 8  # documents in a part; with fewer, pieces of them take their place
+PIECE = 2048  # tokens in a piece
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,14 @@ class Text:
     targets: Tensor
     """int64 (N, T)."""
     clusters: Tensor
-    """int64 (N, T): the document, or the piece of a long document, that each target belongs to; its window where there are too few."""
-    by: Literal["documents", "windows"]
+    """int64 (N, T): what each target belongs to."""
+    by: By
+    """What the clusters are: documents; pieces of documents where there are few; windows where there are fewer still."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells one text from another."""
+        return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:16]
 
     @property
     def n_clusters(self) -> int:
@@ -42,12 +51,12 @@ def part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, s
     n = min(len(data), MOST)
     tokens = data.read(0, n).astype(np.int64) if n else np.empty(0, np.int64)
     documents = np.concatenate(([0], np.cumsum(tokens[:-1] == eot))) if n else np.empty(0, np.int64)
-    by: Literal["documents", "windows"] = "documents"
+    by: By = "documents"
     size = min(block_size, max(1, n // (2 * ENOUGH)))
     if n and documents[-1] + 1 < ENOUGH:
         by, documents = "windows", np.arange(n) // (size + 1)
     mine = _members(documents, role, split_seed)
-    tokens, documents = tokens[mine], _pieces(documents)[mine]
+    tokens, documents, pieces = tokens[mine], documents[mine], _pieces(documents)[mine]
     if len(tokens) < size + 1 or n < 8 * ENOUGH:
         raise UserError(
             f"the {data.split} split of {data.folder} has {len(data)} tokens, too few to part them for fitting and reporting: "
@@ -57,7 +66,9 @@ def part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, s
     places = np.linspace(0, available - 1, min(windows, available)).round().astype(int) * size
     rows = np.stack([tokens[p : p + size + 1] for p in places])
     owners = np.stack([documents[p + 1 : p + size + 1] for p in places])
-    if by == "documents" and len(np.unique(owners)) < 4:
+    if by == "documents" and len(np.unique(owners)) < FEW:
+        by, owners = "pieces", np.stack([pieces[p + 1 : p + size + 1] for p in places])
+    if len(np.unique(owners)) < 4:
         by, owners = "windows", np.broadcast_to(np.arange(len(rows))[:, None], owners.shape).copy()
     ids = torch.from_numpy(rows)
     return Text(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.from_numpy(owners), by)
