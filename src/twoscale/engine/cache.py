@@ -13,6 +13,7 @@ Shapes: L level, J key/value heads, T position, D head width.
 """
 
 import re
+from copy import copy
 from typing import Any
 
 import torch
@@ -94,6 +95,12 @@ class LayerCache:
                     store[new, :, :length] = store[new - 1, :, :length]
         self.depth = level + 1
 
+    def copy(self) -> "LayerCache":
+        new = copy(self)
+        new.keys, new.values = self.keys.clone(), self.values.clone()
+        new.addresses = (new.keys.data_ptr(), new.values.data_ptr())
+        return new
+
     @property
     def nbytes(self) -> int:
         return 2 * self.keys.nbytes
@@ -120,6 +127,12 @@ class Cache:
             for layers, group in config.stages
             for _ in layers
         ]
+
+    def copy(self) -> "Cache":
+        """The same content in memory of its own."""
+        new = copy(self)
+        new.layers = [layer.copy() for layer in self.layers]
+        return new
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ gen.steps[1]     # for each of them, the steps that the pass which chose it took
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -134,20 +135,13 @@ class Writer:
             live = [text for text in live if not text.finish]
 
     def _prompt(self, texts: list[Text]) -> None:
-        """Prompts go through in parallel; token by token only if a rule wants it."""
-        if self.engine.token_by_token:
-            rounds = [[(t, t.prompt[p : p + 1]) for t in texts if p < len(t.prompt)] for p in range(max(len(t.prompt) for t in texts))]
-        else:
-            rounds = [[(t, t.prompt) for t in texts]]
-        last: dict[int, tuple[Tensor, Tensor]] = {}
-        for feeds in rounds:
-            x, steps = self.engine.run([(t.index, t.cache, tokens) for t, tokens in feeds])
-            end = 0
-            for t, tokens in feeds:
-                end += len(tokens)
-                t.prompt_steps += [tuple(s) for s in steps[end - len(tokens) : end].tolist()]
-                last[t.index] = x[end - 1], steps[end - 1]
-        self._extend(texts, torch.stack([last[t.index][0] for t in texts]), torch.stack([last[t.index][1] for t in texts]))
+        """Prompts go through together."""
+        x, steps = self.engine.run([(t.index, t.cache, t.prompt) for t in texts])
+        ends = list(accumulate(len(t.prompt) for t in texts))
+        for t, end in zip(texts, ends, strict=True):
+            t.prompt_steps += [tuple(s) for s in steps[end - len(t.prompt) : end].tolist()]
+        last = torch.tensor(ends, device=x.device) - 1
+        self._extend(texts, x[last], steps[last])
 
     def _extend(self, texts: list[Text], x: Tensor, steps: Tensor) -> None:
         """One more token for each text, from the state (N, C) that its last token left."""

@@ -14,6 +14,7 @@ Shapes: N rows, C width, G group.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -104,8 +105,11 @@ class Engine:
     def run(self, feeds: Sequence[Feed], start: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The next tokens of several sequences, through all stages: states before the closing norm (N, C), and steps (N, G).
 
-        Rows are stacked in the order of `feeds`. `start` gives the groups' initial states, one (N, C) each.
+        Rows are stacked in the order of `feeds`. `start` gives the groups' initial states, one (N, C) each. Where a rule wants the tokens
+        of a sequence one after the other they go through in as many passes.
         """
+        if self.token_by_token and any(len(new) > 1 for _, _, new in feeds):
+            return self._one_by_one(feeds, start)
         parts = []
         for sequence, cache, new in feeds:
             if cache.length + len(new) > cache.capacity:
@@ -125,6 +129,18 @@ class Engine:
                 x, steps[:, stage.index] = self._finish(loop, x)
             else:
                 x = self.plain(i, x, rope, rows)
+        return x, steps
+
+    def _one_by_one(self, feeds: Sequence[Feed], start: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+        firsts = [0, *accumulate(len(new) for _, _, new in feeds)]
+        x = self._like.new_empty(firsts[-1], self.config.n_embd)
+        steps = torch.empty(firsts[-1], self.config.n_groups, dtype=torch.int64, device=self.device)
+        for t in range(max(len(new) for _, _, new in feeds)):
+            live = [i for i, (_, _, new) in enumerate(feeds) if t < len(new)]
+            rows = torch.tensor([firsts[i] + t for i in live], device=self.device)
+            given = None if start is None else [states[rows] for states in start]
+            found, taken = self.run([(*feeds[i][:2], feeds[i][2][t : t + 1]) for i in live], given)
+            x[rows], steps[rows] = found.to(x.dtype), taken
         return x, steps
 
     def plain(self, stage: int, x: Tensor, rope: Rope | None, rows: Rows) -> Tensor:

@@ -85,32 +85,15 @@ def _leaving(
     """The pass with tokens that leave, on the engine's rows: logits (B, T, V) and steps (B, T, G)."""
     # All tokens of a sequence are at the same step, so their newest keys and values are all that anybody needs.
     engine = Engine(model, loops=loops, exit=exit, kv="last", seed=seed)
-    rows = [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]
-    if not engine.token_by_token:
-        feeds = [(b, engine.open(len(row)), row) for b, row in enumerate(rows)]
-        states, steps = engine.run(feeds, None if start is None else [x.to(engine.device)[there] for x in start])
-    else:
+    if engine.token_by_token:  # then they are not
+        engine = Engine(model, loops=loops, exit=exit, seed=seed)
         if max(lengths) >= LONG:
             warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=4)
-        states, steps = _one_by_one(Engine(model, loops=loops, exit=exit, seed=seed), rows, start)
+    feeds = [(b, engine.open(n), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
+    states, steps = engine.run(feeds, None if start is None else [x.to(engine.device)[there] for x in start])
     logits = engine.model.head(states).float()
     if bool(there.all()):
         return logits.view(*tokens.shape, -1), steps.view(*tokens.shape, -1)
     padded = [torch.zeros(*tokens.shape, x.shape[-1], dtype=x.dtype, device=x.device) for x in (logits, steps)]
     padded[0][there], padded[1][there] = logits, steps
     return padded[0], padded[1]
-
-
-def _one_by_one(engine: Engine, rows: list[list[int]], start: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Every sequence through the cache, one token a pass: states (N, C) and steps (N, G), sequence after sequence."""
-    caches = [engine.open(len(row)) for row in rows]
-    states: list[list[Tensor]] = [[] for _ in rows]
-    steps: list[list[Tensor]] = [[] for _ in rows]
-    for t in range(max(map(len, rows))):
-        live = [b for b, row in enumerate(rows) if t < len(row)]
-        given = None if start is None else [x.to(engine.device)[live, t] for x in start]
-        x, taken = engine.run([(b, caches[b], rows[b][t : t + 1]) for b in live], given)
-        for i, b in enumerate(live):
-            states[b].append(x[i])
-            steps[b].append(taken[i])
-    return torch.stack([x for row in states for x in row]), torch.stack([x for row in steps for x in row])

@@ -11,7 +11,6 @@ Padding may stand on either side; a row's answers never depend on it. `generate`
 Shapes: B rows, T tokens, V vocabulary.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from twoscale.config import ModelConfig
 from twoscale.config.serial import from_dict, to_dict
 from twoscale.engine import Engine
-from twoscale.engine.cache import Cache
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
 
@@ -59,43 +57,20 @@ class EngineCache:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows for the beams that go on."""
-        self.rows = [_copy(self.rows[i]) for i in beam_idx.tolist()]
+        self.rows = [self.rows[i].copy() for i in beam_idx.tolist()]
 
     @torch.inference_mode()
     def run(self, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """New tokens (B, T), those that are real: logits (B, T, V), zero elsewhere, and steps (B, T, G)."""
-        engine, (B, T) = self.engine, ids.shape
-        feeds = [(b, self.rows[b], ids[b][real[b]].tolist()) for b in range(B)]
-        x = torch.zeros(B, T, engine.config.n_embd, device=engine.device)
-        steps = torch.zeros(B, T, engine.config.n_groups, dtype=torch.int64, device=engine.device)
-        places = [real[b].nonzero().flatten() for b in range(B)]
-        waves = range(max(map(len, places), default=0)) if engine.token_by_token else [slice(None)]
-        for wave in waves:
-            piece = slice(wave, wave + 1) if isinstance(wave, int) else wave
-            live = [(b, cache, tokens[piece]) for b, cache, tokens in feeds if tokens[piece]]
-            if not live:
-                continue
-            states, taken = engine.run(live)
-            first = 0
-            for b, _, tokens in live:
-                at = places[b][piece]
-                x[b, at], steps[b, at] = states[first : first + len(tokens)].to(x.dtype), taken[first : first + len(tokens)]
-                first += len(tokens)
-        self.seen += T
-        logits = engine.model.head(x).float()
-        return logits.masked_fill(~real[..., None].to(logits.device), 0.0), steps
-
-
-def _copy(cache: Cache) -> Cache:
-    """A cache of its own with the same content."""
-    new = copy.copy(cache)
-    new.layers = []
-    for layer in cache.layers:
-        fresh = copy.copy(layer)
-        fresh.keys, fresh.values = layer.keys.clone(), layer.values.clone()
-        fresh.addresses = (fresh.keys.data_ptr(), fresh.values.data_ptr())
-        new.layers.append(fresh)
-    return new
+        engine = self.engine
+        live = [b for b in range(len(ids)) if bool(real[b].any())]
+        states, taken = engine.run([(b, self.rows[b], ids[b][real[b]].tolist()) for b in live])
+        self.seen += ids.shape[1]
+        there = real.to(engine.device)
+        logits = torch.zeros(*ids.shape, engine.config.vocab_size, device=engine.device)
+        steps = torch.zeros(*ids.shape, engine.config.n_groups, dtype=torch.int64, device=engine.device)
+        logits[there], steps[there] = engine.model.head(states).float(), taken
+        return logits, steps
 
 
 class TwoscaleForCausalLM(PreTrainedModel, GenerationMixin):

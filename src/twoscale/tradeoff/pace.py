@@ -70,7 +70,5 @@ class Pace:
 
     def _prefill(self, engine: Engine, window: int, ids: list[int]) -> Cache:
         cache = engine.open(self.prompt + self.tokens)
-        pieces = [[token] for token in ids] if engine.token_by_token else [ids]
-        for piece in pieces:
-            engine.run([(window, cache, piece)])
+        engine.run([(window, cache, ids)])
         return cache
