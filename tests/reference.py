@@ -49,7 +49,7 @@ class Reference:
     def layer(self, name: str, layer: int, x: Tensor, t: int, k: int) -> Tensor:
         """Layer number `layer` on the token at position t in loop step k; it sees token j at step min(k, k_j)."""
         c, p = self.c, self.p
-        norm = [p[f"{name}.norm{j}.weight"] for j in (1, 2, 3, 4)]
+        norm = [p.get(f"{name}.norm{j}.weight") for j in (1, 2, 3, 4)]
         h, D, J = c.n_head, c.head_dim, c.kv_heads
         heads = (p[f"{name}.attn.qkv.weight"] @ rms(x, norm[0], c.norm_eps)).view(h + 2 * J, D)
         q, key, value = heads[:h].clone(), heads[h : h + J].clone(), heads[h + J :].clone()
@@ -65,11 +65,17 @@ class Reference:
             weight = torch.softmax(score, dim=0)
             mixed.append(sum(w * vv[i * J // h] for w, (_, vv) in zip(weight, seen, strict=True)))
         attended = p[f"{name}.attn.out.weight"] @ torch.cat(mixed)
-        x = rms(x + attended, norm[1], c.norm_eps) if c.norm == "sum" else x + rms(attended, norm[1], c.norm_eps)
+        x = self.join(x, attended, norm[1])
         hidden = p[f"{name}.mlp.up.weight"] @ rms(x, norm[2], c.norm_eps)
         hidden = silu(hidden[: c.hidden]) * hidden[c.hidden :] if c.mlp == "gated" else silu(hidden)
         out = p[f"{name}.mlp.down.weight"] @ hidden
-        return rms(x + out, norm[3], c.norm_eps) if c.norm == "sum" else x + rms(out, norm[3], c.norm_eps)
+        return self.join(x, out, norm[3])
+
+    def join(self, x: Tensor, y: Tensor, gain: Tensor | None) -> Tensor:
+        """The branch y put back into the stream x."""
+        if self.c.norm == "pre":
+            return x + y
+        return rms(x + y, gain, self.c.norm_eps) if self.c.norm == "sum" else x + rms(y, gain, self.c.norm_eps)
 
     def seen(self, layer: int, j: int, t: int, k: int) -> tuple[Tensor, Tensor]:
         """The key and value of token j that token t sees at step k."""

@@ -42,10 +42,13 @@ def test_stages(groups: tuple[tuple[int, ...], ...], stages: list[object]) -> No
 
 
 def test_lr_schedule() -> None:
-    """Warm-up is linear to the peak, the cosine ends at its floor."""
+    """Warm-up is linear to the peak, the cosine ends at its floor, and so does a late line."""
     c = dataclasses.replace(presets.tiny().train, steps=100, warmup_steps=10, min_lr_ratio=0.1)
     assert c.lr_scale(0) == pytest.approx(0.1) and c.lr_scale(9) == 1.0 and c.lr_scale(10) == 1.0
     assert c.lr_scale(100) == pytest.approx(0.1) and c.lr_scale(55) == pytest.approx(0.55)
+    late = dataclasses.replace(c, decay_steps=20)
+    assert late.lr_scale(0) == pytest.approx(0.1) and late.lr_scale(10) == late.lr_scale(80) == 1.0
+    assert late.lr_scale(90) == pytest.approx(0.55) and late.lr_scale(100) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

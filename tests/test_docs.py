@@ -1,5 +1,6 @@
 """README and docs tell the truth: commands parse, the Python example runs, the file tree is complete."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -44,6 +45,9 @@ def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("twoscale.interop.load", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.tradeoff.open.open_run", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.interop.export.ckpt.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.interop.convert.find", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr(importlib.import_module("twoscale.interop.load"), "find", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.train.checkpoint.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.load", lambda *a: started.append(a) or pytest.skip("accepted"), raising=False)
     monkeypatch.setattr("twoscale.report.page.load_run", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.bench.train.bench_train", lambda *a: started.append(a) or pytest.skip("accepted"))

@@ -49,6 +49,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "rotary, grouped queries": {"positions": "rotary", "n_kv_head": 2, "mlp": "gated", "qk_bias": True},
     "norm on leaving": {"group_norm": "leave", "share_group_norm": True, "inject": "add"},
     "branch norms": {"norm": "branch", "group_norm": "step", "inject": "none", "start": "input", "backprop_steps": None, "tie_head": False},
+    "no outer norms": {"norm": "pre", "positions": "rotary", "n_kv_head": 2, "mlp": "gated", "tie_head": False},
     "noise at every step": {"noise": "every_step"},
     "odd sizes": {"n_embd": 36, "n_head": 3, "mlp_hidden": 50},
 }

@@ -1,13 +1,16 @@
 """The lm-evaluation-harness through our model: its numbers equal a direct computation."""
 
 import json
+import lzma
+import math
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import twoscale
-from conftest import CommandLine, nano_run
+from conftest import SHARED, CommandLine, nano_run
 from twoscale.train import start_run
 
 lm_eval = pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed (the extra twoscale[eval])")
@@ -23,6 +26,36 @@ output_type: multiple_choice
 doc_to_text: "{{{{prompt}}}}"
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+"""
+
+LAMBADA = """
+task: local_lambada
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{text.rsplit(' ', 1)[0]}}}}"
+doc_to_target: "{{{{' ' + text.rsplit(' ', 1)[1]}}}}"
+metric_list:
+  - metric: perplexity
+  - metric: acc
+"""
+
+BLIMP = """
+task: local_blimp
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: multiple_choice
+doc_to_text: ""
+doc_to_choice: "{{{{[sentence_good, sentence_bad]}}}}"
+doc_to_target: 0
 metric_list:
   - metric: acc
 """
@@ -87,3 +120,34 @@ def test_tasks(run: Path, tmp_path: Path, cli: CommandLine) -> None:
     assert code == 0 and f"acc {right / 3:.4f}" in out and "4.00 of 4" in out, out + err
     code, _, err = cli("eval", run, "--tasks", "no_such_task_at_all")
     assert code == 2 and "no_such_task_at_all" in err.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(not (SHARED / "data" / "eval").is_dir(), reason="the evaluation sets LAMBADA and BLiMP are not here")
+def test_lambada_and_blimp(run: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """Published sets as local task files: the last word of a passage, and pairs of sentences, judged as directly computed."""
+    model, tokenizer = twoscale.load(run)
+    (tmp_path / "tasks").mkdir()
+    with lzma.open(SHARED / "data" / "eval" / "lambada_test_openai.jsonl.xz", "rt") as f:
+        passages = [json.loads(next(f))["text"][-60:] for _ in range(6)]  # what the small context holds
+    with zipfile.ZipFile(SHARED / "data" / "eval" / "BLiMP.zip") as archive:
+        name = next(n for n in sorted(archive.namelist()) if n.endswith("causative.jsonl"))
+        pairs = [json.loads(line) for line in archive.read(name).splitlines()[:8]]
+    pairs = [{key: pair[key][:40] for key in ("sentence_good", "sentence_bad")} for pair in pairs]
+    for task, rows in ((LAMBADA, [{"text": t} for t in passages]), (BLIMP, pairs)):
+        data = tmp_path / f"{len(rows)}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "tasks" / f"{len(rows)}.yaml").write_text(task.format(data=data))
+    how = {"exit": twoscale.exits.StepNorm(2.0), "loops": 6}
+    words = ("--exit", "step-norm:2.0", "--loops", "6")
+    code, out, err = cli("eval", run, "--tasks", "local_lambada", "local_blimp", "--include", tmp_path / "tasks", *words)
+    assert code == 0, err
+
+    def score(context: list[int], text: str) -> float:
+        return direct(model, context or [tokenizer.eot], tokenizer.encode(text), **how)
+
+    better = [score([], p["sentence_good"]) > score([], p["sentence_bad"]) for p in pairs]
+    last = [score(tokenizer.encode(t.rsplit(" ", 1)[0]), " " + t.rsplit(" ", 1)[1]) for t in passages]
+    numbers = {line.split()[0]: line for line in out.splitlines()}
+    assert f"acc {sum(better) / len(better):.4f}" in numbers["local_blimp"], out
+    told = float(numbers["local_lambada"].split("perplexity ")[1].split()[0])
+    assert math.log(told) == pytest.approx(-sum(last) / len(last), rel=1e-3) and "6.00 of 6" not in out, out

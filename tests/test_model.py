@@ -17,6 +17,7 @@ OPTIONS: list[dict[str, object]] = [
     {},
     {"positions": "rotary", "mlp": "gated", "n_kv_head": 2},
     {"norm": "branch", "group_norm": "step", "qk_bias": True},
+    {"norm": "pre"},
     {"group_norm": "leave", "share_group_norm": True, "tie_head": False},
     {"group_norm": "step", "share_group_norm": True, "final_norm": False},
     {"inject": "add", "start": "zeros"},

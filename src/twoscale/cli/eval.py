@@ -102,11 +102,19 @@ def tasks_table(args: EvalArgs) -> str:
     found = evaluate(lm, list(args.tasks), args.include, args.limit)
     lines = [f"{args.run}, exit {args.exit or 'none'}"]
     for task, numbers in found.items():
-        shown = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items() if not key.startswith(("sample", "name")))
-        lines.append(f"{task:<24}{shown}")
+        lines.append(
+            f"{task:<24}{', '.join(_number(key, numbers) for key in numbers if 'stderr' not in key and not key.startswith('sample'))}"
+        )
     steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(lm.mean_steps, counts, strict=True))
     lines.append(f"mean steps              {steps}")
     return "\n".join(lines)
+
+
+def _number(key: str, numbers: dict[str, float]) -> str:
+    """A figure of a task with its standard error."""
+    value, error = numbers[key], numbers.get(f"{key}_stderr", math.nan)
+    shown = f"{key} {value:.4f}" if abs(value) < 1e4 else f"{key} {value:.4g}"
+    return shown if math.isnan(error) else f"{shown} +- {error:.2g}"
 
 
 def _exit(args: EvalArgs) -> tuple[Any, int | None]:

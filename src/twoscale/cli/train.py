@@ -3,11 +3,12 @@
 twoscale train --preset tiny
 twoscale train --preset small --data.source corpus/ --out runs/mine --train.steps 2000
 twoscale train --resume runs/mine
+twoscale train --init runs/retrofit --data.source corpus/ --out runs/healed --train.steps 2000
 torchrun --nproc-per-node=8 -m twoscale train --preset paper
 """
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,6 +31,8 @@ class TrainArgs:
     """Shards made by `twoscale prepare`; by default they are made in OUT/data from data.source."""
     resume: Path | None = None
     """Go on with the run in this folder, with its own settings."""
+    init: str | None = None
+    """Start from the weights, the shape and the tokenizer of this model: a run, an export, `bundled`, a Huginn or Llama folder."""
     checkpoint: str | None = None
     """Go on from this checkpoint (for example step-000100) instead of the newest one."""
     config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=presets.tiny)
@@ -40,28 +43,42 @@ def run(args: list[str]) -> int:
 
 
 def parse_train(args: list[str], prog: str) -> TrainArgs:
-    """The arguments, on top of the preset that they name."""
+    """The arguments, on top of the preset and the model that they name."""
     preset = presets.get(chosen(args, "--preset", "tiny"))
+    if init := chosen(args, "--init", ""):
+        preset = _like(preset, init)
     parsed = parse(TrainArgs, args, prog, default=TrainArgs(config=preset))
     if parsed.resume is not None:
-        if parsed.out is not None:
-            raise UserError("--resume names the folder already: leave --out away")
+        if parsed.out is not None or parsed.init is not None:
+            raise UserError("--resume names the folder already: leave --out away, and --init")
         if parsed.config != preset:
             raise UserError("--resume takes the settings of the run itself: leave the others away")
     return parsed
 
 
+def _like(preset: RunConfig, init: str) -> RunConfig:
+    """The preset with shape and tokenizer of a model that is there already."""
+    from twoscale.interop.load import find, model_config
+
+    folder = find(init)
+    config = model_config(folder)
+    data = replace(preset.data, tokenizer=str(folder.resolve())) if (folder / "tokenizer.json").exists() else preset.data
+    return replace(preset, name=f"{folder.resolve().name}-trained", model=config, data=data)
+
+
 def train(args: TrainArgs) -> int:
     from twoscale.geometry.probe import probe_geometry
+    from twoscale.interop import load
     from twoscale.train import Diverged, start_run
-    from twoscale.train.checkpoint import load_config
+    from twoscale.train.checkpoint import list_checkpoints, load_config
 
     config, out = args.config, args.out or Path("runs") / args.config.name
     if args.resume is not None:
         config, out = load_config(args.resume), args.resume
     try:
         with DocumentLine() as line:
-            result = start_run(config, out, args.data_dir, args.checkpoint, line, [probe_geometry])
+            init = None if args.init is None or list_checkpoints(out / "checkpoints") else load(args.init)[0]
+            result = start_run(config, out, args.data_dir, args.checkpoint, line, [probe_geometry], init)
     except Diverged as error:
         say(f"twoscale train: {error}")
         return 3

@@ -51,8 +51,8 @@ class ModelConfig:
     """`plain`: down(silu(up x)); `gated`: down(silu(gate x) * up x)."""
     mlp_hidden: int | None = None
     """Hidden width of the MLP; None means 4 * n_embd."""
-    norm: Literal["sum", "branch"] = "sum"
-    """Where the second norm of a sandwich sits: n(x + f(n x)) or x + n(f(n x))."""
+    norm: Literal["sum", "branch", "pre"] = "sum"
+    """Where the second norm of a sandwich sits: n(x + f(n x)), x + n(f(n x)), or nowhere, x + f(n x)."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
     final_norm: bool = True
@@ -228,7 +228,7 @@ class ModelConfig:
 CHOICES: dict[str, tuple[str, ...]] = {
     "positions": ("learned", "rotary"),
     "mlp": ("plain", "gated"),
-    "norm": ("sum", "branch"),
+    "norm": ("sum", "branch", "pre"),
     "group_norm": ("none", "leave", "step"),
     "inject": ("concat", "add", "none"),
     "start": ("noise", "zeros", "input"),

@@ -14,8 +14,8 @@ class DataConfig:
 
     source: str = "builtin"
     """`builtin` (English that ships with Python), a .txt/.jsonl/.parquet file (.gz and .xz too), a folder of those, or hf:OWNER/NAME."""
-    tokenizer: Literal["bytes", "bpe", "gpt2"] = "bytes"
-    """`bytes`, `bpe` (trained on the corpus) or `gpt2` (needs the extra twoscale[gpt2])."""
+    tokenizer: str = "bytes"
+    """`bytes`, `bpe` (trained on the corpus), `gpt2` (the extra twoscale[gpt2]), or a folder with the tokenizer.json of another model."""
     bpe_vocab: int = 4096
     """Vocabulary of the trained BPE, the end-of-text token included."""
     val_fraction: float = 0.05
@@ -34,7 +34,8 @@ class DataConfig:
     """Decides which documents are held out."""
 
     def __post_init__(self) -> None:
-        _choice("tokenizer", self.tokenizer, ("bytes", "bpe", "gpt2"))
+        if self.tokenizer not in ("bytes", "bpe", "gpt2") and "/" not in self.tokenizer:
+            raise UserError(f"tokenizer = {self.tokenizer!r}: choose bytes, bpe, gpt2, or a folder (./NAME) that holds a tokenizer.json")
         _range("bpe_vocab", self.bpe_vocab, 257, 1_000_000)
         _range("val_fraction", self.val_fraction, 0.0001, 0.5)
         _range("shard_tokens", self.shard_tokens, 1000, 2**33)
@@ -44,9 +45,9 @@ class DataConfig:
         _range("seed", self.seed, 0, 2**31 - 1)
 
     @property
-    def vocab_size(self) -> int:
-        """The vocabulary the tokenizer will have (a trained BPE may stay below it on a small corpus)."""
-        return {"bytes": 257, "bpe": self.bpe_vocab, "gpt2": 50257}[self.tokenizer]
+    def vocab_size(self) -> int | None:
+        """The vocabulary the tokenizer will have (a trained BPE may stay below it on a small corpus); None where a folder decides."""
+        return {"bytes": 257, "bpe": self.bpe_vocab, "gpt2": 50257}.get(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class TrainConfig:
     warmup_steps: int = 600
     """Steps of linear warm-up."""
     min_lr_ratio: float = 0.1
-    """The cosine ends at this share of the peak rate."""
+    """The rate ends at this share of its peak."""
+    decay_steps: int | None = None
+    """None: a cosine over the whole run. A number: the rate stays at its peak and falls linearly in the last so many steps."""
     loops_ramp: int = 0
     """The mean number of loops grows from 1 to model.mean_loops over so many steps; early steps are then cheap."""
     seed: int = 0
@@ -136,17 +139,21 @@ class TrainConfig:
         _range("geometry_loops", self.geometry_loops, 1, 1000)
         if not 0 <= self.warmup_steps <= self.steps:
             raise UserError(f"warmup_steps = {self.warmup_steps}: must lie between 0 and steps = {self.steps}")
+        if self.decay_steps is not None:
+            _range("decay_steps", self.decay_steps, 1, self.steps)
 
     def mean_loops(self, step: int, full: int) -> float:
         """The mean number of loops at a step, where `full` is the model's own."""
         return full if step >= self.loops_ramp else 1 + (full - 1) * step / self.loops_ramp
 
     def lr_scale(self, step: int) -> float:
-        """The share of the peak rate at a step: linear warm-up, then cosine to min_lr_ratio."""
+        """The share of the peak rate at a step: linear warm-up, then down to min_lr_ratio by a cosine, or late and in a line."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+        first = self.warmup_steps if self.decay_steps is None else max(self.warmup_steps, self.steps - self.decay_steps)
+        progress = min(1.0, max(0.0, (step - first) / max(1, self.steps - first)))
+        left = 1 - progress if self.decay_steps is not None else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        if self.data.vocab_size > self.model.vocab_size:
+        if (self.data.vocab_size or 0) > self.model.vocab_size:
             raise UserError(
                 f"the {self.data.tokenizer} tokenizer has {self.data.vocab_size} tokens, model.vocab_size is "
                 f"{self.model.vocab_size}: raise it"

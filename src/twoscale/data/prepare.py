@@ -87,6 +87,8 @@ def _make_tokenizer(config: DataConfig, progress: Progress) -> Tokenizer:
         return byte_tokenizer()
     if config.tokenizer == "gpt2":
         return gpt2_tokenizer()
+    if config.tokenizer != "bpe":
+        return Tokenizer.load(Path(config.tokenizer).expanduser())
     return train_bpe(_training_text(config, progress), config.bpe_vocab)
 
 

@@ -1,22 +1,26 @@
-"""Tokenizers: bytes, a BPE trained on the corpus, GPT-2's BPE. All are `tokenizers` pipelines in one `tokenizer.json`.
+"""Tokenizers: bytes, a BPE trained on the corpus, GPT-2's BPE, another model's. All are `tokenizers` pipelines in one `tokenizer.json`;
+where the end of text has another name than ours, `tokenizer_config.json` says which, as transformers has it.
 
 tokenizer = byte_tokenizer()
 tokenizer.encode("hi") == [104, 105]
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer as Pipeline, decoders, models, pre_tokenizers, trainers
 
 from twoscale.config import UserError
-from twoscale.config.files import atomic_write
+from twoscale.config.files import atomic_write, write_json
+from twoscale.config.serial import read_json
 from twoscale.data.sources import END_OF_TEXT
 
-FILE = "tokenizer.json"
+FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
 class Tokenizer:
@@ -55,27 +59,50 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """How many bytes of text each token stands for, int64 (V,); the end of text stands for none."""
         alphabet = set(_byte_alphabet())
+        special = {i for i, token in self.pipeline.get_added_tokens_decoder().items() if token.special} | {self.eot}
         sizes = np.zeros(self.vocab_size, dtype=np.int64)
         for token, i in self.pipeline.get_vocab().items():
-            if i != self.eot and i < len(sizes):
-                sizes[i] = len(token) if set(token) <= alphabet else len(self.decode([i]).encode())
+            if i in special or i >= len(sizes):
+                continue
+            if set(token) <= alphabet:
+                sizes[i] = len(token)
+            elif re.fullmatch("<0x[0-9A-F]{2}>", token):  # a byte of a SentencePiece vocabulary
+                sizes[i] = 1
+            else:
+                sizes[i] = len((token.replace("▁", " ") if "▁" in token else self.decode([i])).encode())
         return sizes
 
     def save(self, folder: Path) -> None:
         with atomic_write(folder / FILE) as f:
             f.write(self.pipeline.to_str().encode())
+        if self.eot != self.pipeline.token_to_id(END_OF_TEXT):
+            write_json(folder / SETTINGS, {"eos_token": self.pipeline.id_to_token(self.eot)})
 
     @classmethod
-    def load(cls, folder: Path, eot: int | None = None) -> "Tokenizer":
+    def load(cls, folder: Path) -> "Tokenizer":
+        """The tokenizer of a folder. The end of text: eos_token of tokenizer_config.json, eos_token_id of config.json, or <|endoftext|>."""
         path = folder / FILE
         if not path.exists():
             raise UserError(f"{path} does not exist: the folder has no tokenizer")
         try:
-            return cls(Pipeline.from_str(path.read_text(encoding="utf-8")), eot)
-        except UserError:
-            raise
+            pipeline = Pipeline.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises plain Exception
             raise UserError(f"{path} is no readable tokenizer: {error}") from None
+        return cls(pipeline, _end(folder, pipeline))
+
+
+def _end(folder: Path, pipeline: Pipeline) -> int | None:
+    """The id of the end of text, where a folder says it as transformers does."""
+    said: dict[str, Any] = {}
+    for name in ("config.json", SETTINGS):
+        found = read_json(folder / name) if (folder / name).exists() else None
+        said |= found if isinstance(found, dict) else {}
+    word, number = said.get("eos_token"), said.get("eos_token_id")
+    word = word.get("content") if isinstance(word, dict) else word
+    number = number[0] if isinstance(number, list) and number else number
+    if isinstance(word, str) and (known := pipeline.token_to_id(word)) is not None:
+        return int(known)
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 
 def byte_tokenizer() -> Tokenizer:

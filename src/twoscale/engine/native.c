@@ -161,11 +161,11 @@ static void norm(int C, const float *x, const float *gain, float eps, float *y) 
     for (; i < C; i++) y[i] = x[i] * scale * gain[i];
 }
 
-/* x <- n(x + y), or x + n(y) */
+/* x <- n(x + y), or x + n(y); without a gain there is no norm */
 static void join(int C, int on_sum, const float *x, const float *y, const float *gain, float eps, float *out) {
-    if (on_sum) {
+    if (on_sum || !gain) {
         for (int i = 0; i < C; i++) out[i] = x[i] + y[i];
-        norm(C, out, gain, eps, out);
+        if (gain) norm(C, out, gain, eps, out);
     } else {
         norm(C, y, gain, eps, out);
         for (int i = 0; i < C; i++) out[i] += x[i];

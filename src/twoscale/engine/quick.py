@@ -140,7 +140,7 @@ class QuickBlock(nn.Module):
         super().__init__()
         self.block, self.ordinary, self.library = [block], ordinary, library  # in a list: it is not a child
         self.on_sum, self.eps, self.heads = block.on_sum, block.norm1.eps, block.attn.heads
-        self.gains = [norm.weight.data_ptr() for norm in (block.norm2, block.norm3, block.norm4)]
+        self.gains = [norm.weight.data_ptr() if isinstance(norm, RMSNorm) else None for norm in (block.norm2, block.norm3, block.norm4)]
         self.address: int | None = None
 
     def _open(self) -> int:
@@ -148,7 +148,7 @@ class QuickBlock(nn.Module):
         block = self.block[0]
         attn, mlp = block.attn, block.mlp
         order: tuple[Any, ...] = (block.norm1, attn.qkv, attn.qk_bias, attn.out, block.norm2, block.norm3, mlp.up, mlp.down, block.norm4)
-        weights = [panels(m.weight) if isinstance(m, nn.Linear) else m.weight.detach() if isinstance(m, RMSNorm) else m for m in order]
+        weights = [_inside(m) for m in order]
         sizes = (attn.qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, mlp.down.in_features)
         places = (None if w is None else w.data_ptr() for w in weights)
         self.inside = weights, BlockWeights(*sizes, mlp.gated, block.on_sum, self.eps, *places)
@@ -181,6 +181,13 @@ class QuickBlock(nn.Module):
         y = block.mlp(y)
         self.library.joins(threads, n, C, self.on_sum, middle.data_ptr(), y.data_ptr(), gain4, None, self.eps, out.data_ptr())
         return out
+
+
+def _inside(part: nn.Module | nn.Parameter | None) -> Tensor | None:
+    """The weights of a part of a block as the kernel wants them; None where there are none."""
+    if isinstance(part, nn.Linear):
+        return panels(part.weight)
+    return part.weight.detach() if isinstance(part, RMSNorm) else part if isinstance(part, Tensor) else None
 
 
 def quicken(model: LoopedGPT, kernels: Kernels = "auto") -> LoopedGPT:

@@ -20,7 +20,6 @@ from twoscale import __version__
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.serial import read_json, read_jsonl, to_dict
-from twoscale.data.sources import END_OF_TEXT
 from twoscale.report.verdict import recommend
 from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
@@ -57,14 +56,15 @@ def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Literal["
         },
     )  # fmt: skip
     write_json(out / "generation_config.json", {"eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot})
+    end = tokenizer.pipeline.id_to_token(tokenizer.eot)
+    tokenizer.save(out)
     write_json(
         out / "tokenizer_config.json",
         {
-            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "padding_side": "left",
+            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end, "padding_side": "left",
             "model_max_length": config.model.block_size, "clean_up_tokenization_spaces": False,
         },
     )  # fmt: skip
-    tokenizer.save(out)
     if calibrated_exit(run, name_checkpoint(folder), must=False) is not None:
         found = read_json(run / CALIBRATION)
         write_json(out / CALIBRATION, found | name_checkpoint(out))

@@ -4,6 +4,8 @@ Huginn (model_type huginn_raven): 2 plain layers, 4 that loop, 2 plain ones; [st
 is also what the loop is left through; rotary pairs lie side by side, (0, 1), (2, 3), ..., ours half a head apart.
 
 Ouro (model_type ouro): the whole stack loops; norms on the branch; the closing norm after every loop; a gate says when to leave.
+
+Llama and what is shaped like it (model_type llama, mistral): a plain decoder, no loops; `twoscale convert` makes groups of its layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,6 +70,20 @@ def huginn_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
 def ouro_config(given: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of an Ouro folder's config.json."""
     layers = _whole(given, "num_hidden_layers", MAX_LAYERS)
+    return ModelConfig(
+        **_decoder(given), groups=(tuple(range(layers)),), norm="branch", group_norm="step", share_group_norm=True, final_norm=False,
+        inject="none", start="input", backprop_steps=None, mean_loops=_whole(given, "total_ut_steps"), exit_gate=True,
+    )  # fmt: skip
+
+
+def llama_config(given: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a folder shaped like Llama's: every layer runs once."""
+    _only(given, pretraining_tp=(1,), sliding_window=(None,))
+    return ModelConfig(**_decoder(given), groups=(), norm="pre")
+
+
+def _decoder(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What Ouro and Llama have in common, as settings of ModelConfig."""
     _only(
         given,
         hidden_act=("silu",),
@@ -83,44 +99,51 @@ def ouro_config(given: Mapping[str, Any]) -> ModelConfig:
     if isinstance(rope, dict) and rope.get("rope_type", "default") != "default":
         raise UserError(f"config.json: rope_type = {rope['rope_type']!r} is not supported, only default")
     theta = _number(rope if isinstance(rope, dict) and "rope_theta" in rope else given, "rope_theta")
-    return ModelConfig(
-        vocab_size=_whole(given, "vocab_size"), block_size=_whole(given, "max_position_embeddings"), n_layer=layers,
-        n_head=_whole(given, "num_attention_heads"), n_embd=_whole(given, "hidden_size"), groups=(tuple(range(layers)),),
-        n_kv_head=_whole(given, "num_key_value_heads") if given.get("num_key_value_heads") is not None else None,
-        head_size=_whole(given, "head_dim") if given.get("head_dim") is not None else None,
-        positions="rotary", rope_base=theta, scale_embedding=False, mlp="gated", mlp_hidden=_whole(given, "intermediate_size"),
-        norm="branch",
-        norm_eps=_number(given, "rms_norm_eps"), group_norm="step", share_group_norm=True, final_norm=False,
-        tie_head=bool(given.get("tie_word_embeddings", False)), inject="none", start="input", backprop_steps=None,
-        mean_loops=_whole(given, "total_ut_steps"), exit_gate=True,
-    )  # fmt: skip
+    return {
+        "vocab_size": _whole(given, "vocab_size"), "block_size": _whole(given, "max_position_embeddings"),
+        "n_layer": _whole(given, "num_hidden_layers", MAX_LAYERS), "n_embd": _whole(given, "hidden_size"),
+        "n_head": _whole(given, "num_attention_heads"),
+        "n_kv_head": _whole(given, "num_key_value_heads") if given.get("num_key_value_heads") is not None else None,
+        "head_size": _whole(given, "head_dim") if given.get("head_dim") is not None else None,
+        "positions": "rotary", "rope_base": theta, "scale_embedding": False,
+        "mlp": "gated", "mlp_hidden": _whole(given, "intermediate_size"),
+        "norm_eps": _number(given, "rms_norm_eps"), "tie_head": bool(given.get("tie_word_embeddings", False)),
+    }  # fmt: skip
 
 
 def ouro_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
     """Our weights from Ouro's."""
-    t = {
-        "wte.weight": _padded(raw["model.embed_tokens.weight"], c),
-        "ln_f.weight": raw["model.norm.weight"],
-        "stages.0.gate.weight": raw["model.early_exit_gate.weight"],
-        "stages.0.gate.bias": raw["model.early_exit_gate.bias"],
-    }
+    norms = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
+    gate = {f"stages.0.gate.{x}": raw[f"model.early_exit_gate.{x}"] for x in ("weight", "bias")}
+    return gate | _decoder_weights(raw, c, dict(enumerate(norms, start=1)))
+
+
+def llama_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
+    """Our weights from Llama's."""
+    return _decoder_weights(raw, c, {1: "input_layernorm", 3: "post_attention_layernorm"})
+
+
+def _decoder_weights(raw: Raw, c: ModelConfig, norms: Mapping[int, str]) -> dict[str, Tensor]:
+    """One stage of layers; `norms` says what each of our norms is called."""
+    t = {"wte.weight": _padded(raw["model.embed_tokens.weight"], c), "ln_f.weight": raw["model.norm.weight"]}
     if not c.tie_head:
         t["lm_head.weight"] = _padded(raw["lm_head.weight"], c)
-    norms = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
     for i in range(c.n_layer):
         old, new = f"model.layers.{i}.", f"stages.0.blocks.{i}."
         t[new + "attn.qkv.weight"] = torch.cat([raw[f"{old}self_attn.{x}_proj.weight"] for x in "qkv"])
         t[new + "attn.out.weight"] = raw[old + "self_attn.o_proj.weight"]
         t[new + "mlp.up.weight"] = torch.cat((raw[old + "mlp.gate_proj.weight"], raw[old + "mlp.up_proj.weight"]))
         t[new + "mlp.down.weight"] = raw[old + "mlp.down_proj.weight"]
-        t.update({f"{new}norm{j}.weight": raw[f"{old}{name}.weight"] for j, name in enumerate(norms, start=1)})
+        t.update({f"{new}norm{j}.weight": raw[f"{old}{name}.weight"] for j, name in norms.items()})
     return t
 
 
 # model_type -> (config, weights, names that may be there and are not needed)
 FAMILIES: dict[str, tuple[Callable[[Mapping[str, Any]], ModelConfig], Callable[[Raw, ModelConfig], dict[str, Tensor]], tuple[str, ...]]] = {
     "huginn_raven": (huginn_config, huginn_weights, ("freqs_cis", "lm_head.weight")),
-    "ouro": (ouro_config, ouro_weights, ()),
+    "ouro": (ouro_config, ouro_weights, ("lm_head.weight",)),
+    "llama": (llama_config, llama_weights, ("lm_head.weight",)),
+    "mistral": (llama_config, llama_weights, ("lm_head.weight",)),
 }
 
 

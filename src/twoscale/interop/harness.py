@@ -7,7 +7,9 @@ results = evaluate(lm, ["lambada"], include="my/tasks", limit=100)
 lm.mean_steps      # in each group, over all tokens that were read
 """
 
+import contextlib
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +116,8 @@ def evaluate(lm: HarnessModel, tasks: list[str], include: Path | None = None, li
         where = f" or in {include}" if include is not None else "; folders with your own are named with --include"
         raise UserError(f"there is no task {missing[0]!r} in the harness{where}")
     try:
-        results = simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000, log_samples=False)
+        with contextlib.redirect_stdout(sys.stderr):  # the harness prints remarks
+            results = simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000, log_samples=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"the harness could not run {', '.join(tasks)}: {str(error).splitlines()[0]}") from None
     assert results is not None

@@ -29,36 +29,47 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
     A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
     without tokenizer.json gives None for its tokenizer.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-            raise UserError(f"{folder} is no folder: give a run, a checkpoint, or a folder of a published looped model")
-        folder = _fetched(str(path))
+    folder = find(path)
     if (folder / "checkpoints").is_dir():
-        newest = ckpt.newest_checkpoint(folder / "checkpoints")
-        if newest is None:
-            raise UserError(f"{folder} has no checkpoint yet: train it first")
-        return ckpt.load_model(newest)
+        return ckpt.load_model(ckpt.find_checkpoint(folder, None))
+    given, config = _settings(folder)
+    if config is None:
+        return ckpt.load_model(folder)
+    mapped, spare = (_ours, ()) if given["model_type"] == "twoscale" else FAMILIES[given["model_type"]][1:]
+    return _filled(config, Weights(folder), mapped, spare), _tokenizer(folder)  # type: ignore[return-value]
+
+
+def find(path: str | Path) -> Path:
+    """The folder that a user means: one that exists, or OWNER/NAME fetched from the hub."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise UserError(f"{folder} is no folder: give a run, a checkpoint, or a folder of a published looped model")
+    return _fetched(str(path))
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """The shape of the model in a folder, without its weights."""
+    if (folder / "checkpoints").is_dir():
+        return ckpt.load_config(folder).model
+    return _settings(folder)[1] or ckpt.load_config(folder).model
+
+
+def _settings(folder: Path) -> tuple[dict[str, Any], ModelConfig | None]:
+    """config.json of a folder that is no run, and what it says; None for a checkpoint of ours."""
     given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
     kind = given.get("model_type") if isinstance(given, dict) else None
-    kind = kind if isinstance(kind, str) else None
-    if isinstance(given, dict) and (inside := read_exported(given)) is not None:
-        config = from_dict(ModelConfig, inside, str(folder / ckpt.CONFIG))
-        return _filled(config, Weights(folder), _ours, ()), _tokenizer(folder, given)  # type: ignore[return-value]
-    if kind in FAMILIES:
-        assert isinstance(given, dict)
-        return _published(folder, given, kind)
+    if isinstance(given, dict):
+        if (inside := read_exported(given)) is not None:
+            return given, from_dict(ModelConfig, inside, str(folder / ckpt.CONFIG))
+        if isinstance(kind, str) and kind in FAMILIES:
+            return given, FAMILIES[kind][0](given)
     if (folder / ckpt.MODEL).exists() and kind in (None, "twoscale"):
-        return ckpt.load_model(folder)
+        return {}, None
     if isinstance(kind, str):
         raise UserError(f"{folder}: model_type = {kind!r} is not supported, only twoscale, {', '.join(FAMILIES)}")
     raise UserError(f"{folder} is neither a run nor a checkpoint: it has no {ckpt.MODEL} and no checkpoints/")
-
-
-def _published(folder: Path, given: dict[str, Any], kind: str) -> tuple[LoopedGPT, Tokenizer]:
-    """A folder of another family."""
-    config_of, weights_of, spare = FAMILIES[kind]
-    return _filled(config_of(given), Weights(folder), weights_of, spare), _tokenizer(folder, given)  # type: ignore[return-value]
 
 
 def _ours(raw: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -85,12 +96,8 @@ def _filled(config: ModelConfig, weights: Weights, mapped_of: Mapper, spare: tup
     return model.eval()
 
 
-def _tokenizer(folder: Path, given: dict[str, Any]) -> Tokenizer | None:
-    if not (folder / "tokenizer.json").exists():
-        return None
-    end = given.get("eos_token_id")
-    end = end[0] if isinstance(end, list) and end else end
-    return Tokenizer.load(folder, end if isinstance(end, int) and not isinstance(end, bool) else None)
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
 
 
 def _fetched(name: str) -> Path:

@@ -97,12 +97,13 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """norm="sum": x <- n2(x + attn(n1 x)), x <- n4(x + mlp(n3 x)); norm="branch": the outer norms on attn and mlp alone."""
+    """norm="sum": x <- n2(x + attn(n1 x)), x <- n4(x + mlp(n3 x)); "branch": the outer norms on attn and mlp alone; "pre": without them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.on_sum = config.norm == "sum"
-        self.norm1, self.norm2, self.norm3, self.norm4 = (RMSNorm(config.n_embd, config.norm_eps) for _ in range(4))
+        self.norm1, self.norm3 = RMSNorm(config.n_embd, config.norm_eps), RMSNorm(config.n_embd, config.norm_eps)
+        self.norm2, self.norm4 = (nn.Identity() if config.norm == "pre" else RMSNorm(config.n_embd, config.norm_eps) for _ in range(2))
         self.attn = Attention(config)
         self.mlp = MLP(config)
 

@@ -11,6 +11,7 @@ from twoscale.config.files import make_folder, write_json
 from twoscale.config.serial import read_json, to_dict
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
+from twoscale.model import LoopedGPT
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.parallel import World, open_world
 from twoscale.train.trainer import Probe, Trainer, TrainResult
@@ -32,8 +33,12 @@ def start_run(
     checkpoint: str | None = None,
     progress: Progress = quiet,
     probes: Sequence[Probe] = (),
+    init: LoopedGPT | None = None,
 ) -> TrainResult:
-    """Train in the folder `run`, from its newest checkpoint if it has one. Shards are made in RUN/data unless `data` is given."""
+    """Train in the folder `run`, from its newest checkpoint if it has one, else from the weights of `init`, else from fresh ones.
+
+    Shards are made in RUN/data unless `data` is given.
+    """
     if config.model.exit_gate:
         raise UserError("model.exit_gate: gates are read by exits.Gate where a loaded model has them; training one is not supported")
     data = find_data(run, data)
@@ -47,7 +52,7 @@ def start_run(
             except UserError as problem:
                 error = str(problem)
         world.agree(error)
-        trainer = Trainer(config, run, data, world, checkpoint, probes)
+        trainer = Trainer(config, run, data, world, checkpoint, probes, init)
         if world.main:
             print(describe(trainer, world), file=sys.stderr, flush=True)
         return trainer.train()
@@ -83,7 +88,12 @@ def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress) -
     ckpt.save_config(run, config)
     tokenizer.save(run)
     if data != run / "data":
-        write_json(run / DATA_DIR, {"path": str(data)})
+        note_data(run, data)
+
+
+def note_data(run: Path, data: Path) -> None:
+    """Remember shards that lie outside of the run."""
+    write_json(run / DATA_DIR, {"path": str(data.resolve())})
 
 
 def _check_same(old: RunConfig, new: RunConfig, run: Path) -> None:

@@ -75,7 +75,14 @@ class Trainer:
     """One run in one folder. `train()` goes from its newest checkpoint (or the start) to the end."""
 
     def __init__(
-        self, config: RunConfig, run: Path, data: Path, world: World, checkpoint: str | None = None, probes: Sequence[Probe] = ()
+        self,
+        config: RunConfig,
+        run: Path,
+        data: Path,
+        world: World,
+        checkpoint: str | None = None,
+        probes: Sequence[Probe] = (),
+        init: LoopedGPT | None = None,
     ) -> None:
         self.config, self.run, self.world, self.probes = config, run, world, probes
         self.checkpoints = run / "checkpoints"
@@ -96,6 +103,8 @@ class Trainer:
         if source is not None:
             self.progress = ckpt.read_progress(source)
             ckpt.load_weights(self.model, ckpt.read_tensors(source / ckpt.MODEL), source / ckpt.MODEL)
+        elif init is not None:
+            ckpt.load_weights(self.model, ckpt.model_tensors(init), Path("--init"))
         self.compiled = self.progress.step < c.steps and compile_blocks(self.model, c, world, self.micro)
         self.wrapped = distribute(self.model, c, world)
         self.optimizers = build_optimizers(self.model, c)

@@ -1,0 +1,48 @@
+"""`twoscale convert FOLDER --out RUN`: a run of a model that came from elsewhere.
+
+twoscale convert models/Llama --groups 4-11 --out runs/retrofit
+twoscale convert models/huginn --out runs/huginn --data.source texts/
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from twoscale.cli.parse import parse
+from twoscale.config import DataConfig
+from twoscale.config.groups import Groups
+from twoscale.data.progress import DocumentLine
+
+
+@dataclass(frozen=True)
+class ConvertArgs:
+    """Make a run folder of a looped model (export, Huginn, Ouro, bundled) or, with --groups, of a plain one shaped like Llama."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """Folder of the model, `bundled`, or OWNER/NAME on the hub."""
+    out: Path
+    """Folder of the run."""
+    groups: Groups = ()
+    """Which layers of a plain model become loop groups, counted from 0."""
+    loops: int | None = None
+    """Mean loops r; by default the model's own, or 4 for a plain one."""
+    inject: Literal["concat", "none"] = "concat"
+    """concat: exact at any number of loops; none: a group repeats its layers, exact at one loop."""
+    data_dir: Path | None = None
+    """Shards to measure on; by default they are made in OUT/data from data.source."""
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+def run(args: list[str]) -> int:
+    from twoscale.interop.convert import convert
+
+    given = parse(ConvertArgs, args, "twoscale convert")
+    with DocumentLine() as line:
+        made = convert(
+            given.model, given.out, given.groups, loops=given.loops, inject=given.inject, data=given.data, data_dir=given.data_dir,
+            progress=line,
+        )  # fmt: skip
+    print(made)
+    return 0

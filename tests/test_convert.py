@@ -1,0 +1,139 @@
+"""`twoscale convert` and `train --init`: plain decoders become looped ones that compute the same, foreign models become runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import twoscale
+from conftest import CommandLine, nano_run
+from twoscale.config import UserError
+from twoscale.data import Tokenizer
+from twoscale.data.tokenizer import train_bpe
+from twoscale.interop.convert import looped
+from twoscale.train import start_run
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
+IDS = torch.tensor([[5, 17, 3, 70, 41, 9, 9, 2]])
+
+
+def llama(folder: Path, **settings: object) -> torch.nn.Module:
+    """A tiny random Llama, saved as transformers saves it."""
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, rms_norm_eps=1e-5, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # gains other than one, and weights that matter
+            p.add_(torch.randn_like(p) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def with_tokenizer(folder: Path) -> None:
+    """A tokenizer whose end of text has a name of its own."""
+    pipeline = train_bpe(["the loop turns until no step changes the state"] * 9, 290).pipeline
+    pipeline.add_special_tokens(["</s>"])
+    (folder / "tokenizer.json").write_text(pipeline.to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True, "head_dim": 16}], ids=["plain", "tied, wide heads"])
+def test_exact_start(tmp_path: Path, settings: dict[str, object]) -> None:
+    """One loop, or with the identity injected any number of loops, gives the plain model's logits; several groups, first layer included."""
+    with torch.no_grad():
+        want = llama(tmp_path, **settings)(IDS).logits
+    plain, tokenizer = twoscale.load(tmp_path)
+    assert tokenizer is None and torch.allclose(twoscale.forward(plain, IDS).logits, want, atol=1e-5)
+    for groups in (((1, 2),), ((0,), (2, 3)), ((0, 1, 2, 3),)):
+        model = looped(plain, groups, loops=3)
+        for loops in (1, 2, 7):
+            with torch.no_grad():
+                assert torch.allclose(model(IDS, loops=loops), want, atol=1e-5)
+            assert torch.allclose(twoscale.forward(model, IDS, loops=loops).logits, want, atol=1e-5)
+        repeated = looped(plain, groups, loops=3, inject="none")
+        assert torch.allclose(twoscale.forward(repeated, IDS, loops=1).logits, want, atol=1e-5)
+        assert not torch.allclose(twoscale.forward(repeated, IDS, loops=3).logits, want, atol=1e-2)
+
+
+def test_retrofit(tmp_path: Path, cli: CommandLine) -> None:
+    """Convert, train on from there with the model's own tokenizer, measure and export: every command takes the run."""
+    plain, run, trained = tmp_path / "llama", tmp_path / "run", tmp_path / "trained"
+    llama(plain)
+    with_tokenizer(plain)
+    corpus = tmp_path / "text.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"the loop {i} turns until no step changes the state " * 12}) + "\n" for i in range(60)))
+    ours = ("--data.source", str(corpus), "--data.val-fraction", "0.3")
+    made = cli("convert", str(plain), "--groups", "1-2", "--loops", "2", "--out", str(run), *ours)
+    assert made[0] == 0, made[2]
+    tokenizer = Tokenizer.load(run / "data")
+    assert tokenizer.pipeline.id_to_token(tokenizer.eot) == "</s>"
+    assert twoscale.load(run)[1].eot == tokenizer.eot and tokenizer.byte_lengths()[tokenizer.eot] == 0
+    words = ("--init", str(run), "--out", str(trained), *ours, "--train.steps", "4", "--train.warmup-steps", "1", "--train.compile", "off")
+    more = ("--model.block-size", "32", "--train.batch-size", "4", "--train.geometry-interval", "0", "--train.eval-sequences", "4")
+    result = cli("train", *words, *more)
+    assert result[0] == 0, result[2]
+    assert cli("train", *words, *more)[0] == 0  # again: there is nothing left to do
+    start, end = twoscale.load(run)[0], twoscale.load(trained)[0]
+    assert end.config.block_size == 32 and end.config.groups == ((1, 2),)
+    adapter = end.groups[0].adapter
+    assert adapter is not None and adapter.weight[:, :32].abs().max() > 0  # the state has a say now
+    ids = tokenizer.encode("the loop turns until no step changes the state")
+    with torch.no_grad():
+        losses = [float(m(torch.tensor([ids[:-1]]), torch.tensor([ids[1:]]))) for m in (start, end)]
+    assert losses[1] < losses[0]
+    assert cli("trace", str(trained), "--loops", "4", "--limit-loops", "6")[0] == 0
+    assert cli("eval", str(trained), "--windows", "4")[0] == 0
+    assert cli("export", str(trained), "--out", str(tmp_path / "out"))[0] == 0
+    again, exported = twoscale.load(tmp_path / "out")
+    assert exported.eot == tokenizer.eot
+    assert torch.equal(twoscale.forward(again, [ids]).logits, twoscale.forward(end, [ids]).logits)
+
+
+def test_looped_models_become_runs(tmp_path: Path, shards: Path, cli: CommandLine) -> None:
+    """An export is taken as it is, on text of its own or on shards that are there; the text must have its tokenizer."""
+    start_run(nano_run(steps=4), tmp_path / "run", shards)
+    assert cli("export", str(tmp_path / "run"), "--out", str(tmp_path / "out"))[0] == 0
+    made = cli("convert", str(tmp_path / "out"), "--out", str(tmp_path / "again"), "--data-dir", str(shards))
+    assert made[0] == 0, made[2]
+    first, second = (cli("eval", str(tmp_path / name), "--windows", "4") for name in ("run", "again"))
+    assert first[0] == 0 and first[1].splitlines()[1:] == second[1].splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    "settings,words,says",
+    [
+        ({}, (), "--groups 4-7"),
+        ({}, ("--groups", "3-9"), "layers run from 0 to 3"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, ("--groups", "1"), "rope_type"),
+        ({"attention_bias": True}, ("--groups", "1"), "attention_bias"),
+        ({"hidden_act": "gelu"}, ("--groups", "1"), "hidden_act"),
+    ],
+)
+def test_bad_folders(tmp_path: Path, cli: CommandLine, settings: dict[str, object], words: tuple[str, ...], says: str) -> None:
+    """What cannot be exact is refused in one line, and nothing is left behind."""
+    llama(tmp_path / "llama", **settings)
+    with_tokenizer(tmp_path / "llama")
+    result = cli("convert", str(tmp_path / "llama"), "--out", str(tmp_path / "run"), *words)
+    assert result[0] == 2 and says in result[2] and result[2].count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_init(tmp_path: Path, cli: CommandLine) -> None:
+    """A model without tokenizer, a folder in use, a shape that was changed, groups for a model that has them."""
+    llama(tmp_path / "llama")
+    missing = cli("convert", str(tmp_path / "llama"), "--groups", "1", "--out", str(tmp_path / "run"))
+    assert missing[0] == 2 and "tokenizer.json" in missing[2]
+    with_tokenizer(tmp_path / "llama")
+    used = cli("convert", str(tmp_path / "llama"), "--groups", "1", "--out", str(tmp_path / "llama"))
+    assert used[0] == 2 and "not empty" in used[2]
+    wider = cli("train", "--init", str(tmp_path / "llama"), "--model.n-embd", "64", "--out", str(tmp_path / "t"))
+    assert wider[0] == 2 and "shape" in wider[2]
+    nowhere = cli("train", "--init", str(tmp_path / "nothing"))
+    assert nowhere[0] == 2 and "no folder" in nowhere[2]
+    plain, _ = twoscale.load(tmp_path / "llama")
+    with pytest.raises(UserError, match="already"):
+        looped(looped(plain, ((1,),), 2), ((2,),), 2)
