@@ -15,6 +15,7 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError
+from twoscale.report.style import step_share
 
 if TYPE_CHECKING:
     from twoscale.data import Tokenizer
@@ -114,27 +115,20 @@ class Stream:
     """Prints tokens as they come: whole characters only, and in colour if there are loop counts to measure by."""
 
     def __init__(self, tokenizer: "Tokenizer", prompt: str, loops: tuple[int, ...]) -> None:
-        self.tokenizer, self.prompt, self.loops = tokenizer, prompt, loops
-        self.tokens: list[int] = []
-        self.shown = ""
+        from twoscale.data import Pieces
+
+        self.prompt, self.loops, self.eot, self.pieces = prompt, loops, tokenizer.eot, Pieces(tokenizer)
 
     def __call__(self, row: int, token: int, steps: tuple[int, ...]) -> None:
         self.text(self.prompt)
         self.prompt = ""
-        if token == self.tokenizer.eot:
-            return
-        self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
-        if text.endswith("�"):  # the rest of a character is still to come
-            return
-        self.text(text[len(self.shown) :], self._color(steps))
-        self.shown = text
+        if token != self.eot and (text := self.pieces.add(token)):
+            self.text(text, self._color(steps))
 
     def _color(self, steps: tuple[int, ...]) -> int | None:
         if not self.loops:
             return None
-        share = sum((s - 1) / max(1, most - 1) for s, most in zip(steps, self.loops, strict=True)) / len(self.loops)
-        return RAMP[min(len(RAMP) - 1, math.floor(share * len(RAMP)))]
+        return RAMP[min(len(RAMP) - 1, math.floor(step_share(steps, self.loops) * len(RAMP)))]
 
     def text(self, text: str, color: int | None = None) -> None:
         text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text)  # what a model writes must not steer the terminal
@@ -142,5 +136,4 @@ class Stream:
         sys.stdout.flush()
 
     def end(self) -> None:
-        rest = self.tokenizer.decode(self.tokens)[len(self.shown) :]
-        self.text(rest + "\n")
+        self.text(self.pieces.rest() + "\n")

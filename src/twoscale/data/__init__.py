@@ -2,6 +2,6 @@
 
 from twoscale.data.loader import Batches, TokenData, held_out
 from twoscale.data.prepare import load_manifest, prepare
-from twoscale.data.tokenizer import Tokenizer
+from twoscale.data.tokenizer import Pieces, Tokenizer
 
-__all__ = ["Batches", "TokenData", "Tokenizer", "held_out", "load_manifest", "prepare"]
+__all__ = ["Batches", "Pieces", "TokenData", "Tokenizer", "held_out", "load_manifest", "prepare"]

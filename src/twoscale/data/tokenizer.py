@@ -91,6 +91,27 @@ class Tokenizer:
         return cls(pipeline, _end(folder, pipeline))
 
 
+class Pieces:
+    """Tokens one after the other, each with the text that it adds; a character that is cut belongs to the token that completes it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+
+    def add(self, token: int) -> str:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character is still to come
+            return ""
+        new, self.shown = text[len(self.shown) :], text
+        return new
+
+    def rest(self) -> str:
+        """What is left at the end: a character that was never completed."""
+        return self.tokenizer.decode(self.ids)[len(self.shown) :]
+
+
 def _end(folder: Path, pipeline: Pipeline) -> int | None:
     """The id of the end of text, where a folder says it as transformers does."""
     said: dict[str, Any] = {}

@@ -6,7 +6,7 @@ gen.steps[1]     # for each of them, the steps that the pass which chose it took
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -87,25 +87,11 @@ def generate(
     `stop` ends its text. `callback(row, token, steps)` is called for every new token as it comes. `seed` fixes the
     start states and the draws; texts with the same prompt in one batch draw differently.
     """
-    tokens, lengths = as_batch(ids, model.config.vocab_size, model.config.block_size)
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise UserError(f"max_new_tokens = {max_new_tokens!r}: a whole number of at least 1")
-    prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    room = model.config.block_size - max(len(p) for p in prompts) + 1  # the last new token is never read
-    if max_new_tokens > room:
-        raise UserError(
-            f"a prompt of {max(len(p) for p in prompts)} tokens and {max_new_tokens} new ones do not fit the context of "
-            f"{model.config.block_size} tokens: ask for at most {room} new ones, or shorten the prompt"
-        )
-    sampling = Sampling(temperature, top_k, top_p, seed)
     engine = Engine(model, loops=loops, exit=exit, kv=kv, seed=seed, kernels=kernels)
-    seen: Counter[tuple[int, ...]] = Counter()
-    texts = []
-    for i, prompt in enumerate(prompts):
-        texts.append(Text(i, prompt, engine.open(len(prompt) + max_new_tokens - 1), seen[tuple(prompt)]))
-        seen[tuple(prompt)] += 1
-    writer = Writer(engine, sampling, frozenset(stop), max_new_tokens, callback)
-    writer.write(texts)
+    writer = Writer(engine, Sampling(temperature, top_k, top_p, seed), frozenset(stop), max_new_tokens, callback)
+    texts = writer.open(ids)
+    for _ in writer.write(texts):
+        pass
     return Generation(
         [t.tokens for t in texts],
         [t.steps for t in texts],
@@ -116,6 +102,27 @@ def generate(
     )
 
 
+def stream(
+    model: LoopedGPT,
+    prompt: Sequence[int],
+    max_new_tokens: int = 64,
+    *,
+    exit: Exit | None = None,
+    loops: int | Sequence[int] | None = None,
+    kv: str = "exact",
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: Iterable[int] = (),
+) -> Iterator[Text]:
+    """`generate` for one prompt, to be iterated: gives the text so far after each new token, and does no work in between."""
+    engine = Engine(model, loops=loops, exit=exit, kv=kv, seed=seed)
+    writer = Writer(engine, Sampling(temperature, top_k, top_p, seed), frozenset(stop), max_new_tokens, None)
+    (text,) = writer.open([prompt])
+    return (text for _ in writer.write([text]))
+
+
 class Writer:
     """Feeds texts to an engine, token after token, until each has ended."""
 
@@ -123,16 +130,40 @@ class Writer:
         self.engine, self.sampling, self.stop, self.most, self.callback = engine, sampling, stop, most, callback
         self.cache_bytes = 0
 
+    def open(self, ids: Tensor | Sequence[Sequence[int]]) -> list[Text]:
+        """Texts with room for their prompts and what is to come."""
+        config = self.engine.model.config
+        tokens, lengths = as_batch(ids, config.vocab_size, config.block_size)
+        if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
+            raise UserError(f"max_new_tokens = {self.most!r}: a whole number of at least 1")
+        prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        longest = max(len(p) for p in prompts)
+        room = config.block_size - longest + 1  # the last new token is never read
+        if self.most > room:
+            raise UserError(
+                f"a prompt of {longest} tokens and {self.most} new ones do not fit the context of "
+                f"{config.block_size} tokens: ask for at most {room} new ones, or shorten the prompt"
+            )
+        seen: Counter[tuple[int, ...]] = Counter()
+        texts = []
+        for i, prompt in enumerate(prompts):
+            texts.append(Text(i, prompt, self.engine.open(len(prompt) + self.most - 1), seen[tuple(prompt)]))
+            seen[tuple(prompt)] += 1
+        return texts
+
     @torch.inference_mode()
-    def write(self, texts: list[Text]) -> None:
+    def write(self, texts: list[Text]) -> Iterator[None]:
+        """Write on until every text has ended; gives way after the prompts and after each token."""
         live: list[Text] = []
         for batch in _batches(texts):
             self._prompt(batch)
             live += [text for text in batch if not text.finish]
+        yield
         while live:
             x, steps = self.engine.run([(t.index, t.cache, t.tokens[-1:]) for t in live])
             self._extend(live, x, steps)
             live = [text for text in live if not text.finish]
+            yield
 
     def _prompt(self, texts: list[Text]) -> None:
         """Prompts go through together."""

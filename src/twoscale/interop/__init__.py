@@ -1,5 +1,5 @@
 """Models from folders, ours and others'."""
 
-from twoscale.interop.load import load
+from twoscale.interop.load import find, load
 
-__all__ = ["load"]
+__all__ = ["find", "load"]

@@ -44,11 +44,21 @@ def ordered_colours(n: int) -> list[str]:
     return [_mix(i / (n - 1)) for i in range(n)]
 
 
-def _mix(t: float) -> str:
-    place = t * (len(_VIRIDIS) - 1)
-    i = min(int(place), len(_VIRIDIS) - 2)
-    a, b = ([int(c[j : j + 2], 16) for j in (1, 3, 5)] for c in _VIRIDIS[i : i + 2])
+def _mix(t: float, colours: Sequence[str] = _VIRIDIS) -> str:
+    place = t * (len(colours) - 1)
+    i = min(int(place), len(colours) - 2)
+    a, b = ([int(c[j : j + 2], 16) for j in (1, 3, 5)] for c in colours[i : i + 2])
     return "#" + "".join(f"{round(x + (y - x) * (place - i)):02X}" for x, y in zip(a, b, strict=True))
+
+
+def step_colour(share: float) -> str:
+    """The background of a token that took this share of the steps it might have taken: viridis, see-through for light and dark pages."""
+    return f"{_mix(min(1.0, max(0.0, share)), (*_VIRIDIS, '#FDE725'))}80"
+
+
+def step_share(steps: Sequence[int], loops: Sequence[int]) -> float:
+    """0 for a token that left every group at its first step, 1 for one that took all."""
+    return sum((k - 1) / max(1, most - 1) for k, most in zip(steps, loops, strict=True)) / max(1, len(loops))
 
 
 def chosen(records: Sequence[dict[str, Any]], most: int = 6) -> list[dict[str, Any]]:

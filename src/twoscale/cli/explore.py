@@ -1,0 +1,63 @@
+"""`twoscale explore [MODEL]`: a live page, to watch a looped model write and to look into its loops.
+
+twoscale explore
+twoscale explore runs/tiny --port 7861
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from twoscale.cli.parse import parse, say
+from twoscale.config import UserError
+
+
+@dataclass(frozen=True)
+class ExploreArgs:
+    """Serve a page with a prompt, streamed text coloured by loop steps, and the geometry behind every token."""
+
+    model: Annotated[str, tyro.conf.Positional] = "bundled"
+    """A run, a checkpoint, an export, a Huginn or Ouro folder, or the bundled model."""
+    host: str = "127.0.0.1"
+    """Address to listen on; by default this machine alone can reach the page."""
+    port: int = 7860
+    """Port; 0 takes a free one."""
+
+
+def run(args: list[str]) -> int:
+    given = parse(ExploreArgs, args, "twoscale explore")
+    if not 0 <= given.port <= 65535:
+        raise UserError("--port lies between 0 and 65535")
+    try:
+        from twoscale.explore.page import launch
+    except ModuleNotFoundError as error:
+        raise UserError(f"the explorer needs {error.name}: pip install 'twoscale[explore]'") from None
+    session = open_session(given.model)
+    session.warm_up()
+    try:
+        page, address = launch(session, given.host, given.port or None, block=False)
+    except OSError as error:
+        raise UserError(f"cannot listen on {given.host}:{given.port}: {error}; choose another --port") from None
+    print(address, flush=True)
+    say("Ctrl-C ends it")
+    page.block_thread()
+    return 0
+
+
+def open_session(name: str):  # type: ignore[no-untyped-def]
+    """The model with its calibration, where it has one that fits."""
+    from twoscale.explore.session import Session
+    from twoscale.interop import find, load
+    from twoscale.tradeoff.open import calibration_for
+
+    folder = find(name)
+    model, tokenizer = load(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
+    try:
+        calibrated = calibration_for(folder)
+    except UserError:
+        calibrated = None
+    return Session(model, tokenizer, name if name == "bundled" else Path(folder).resolve().name, calibrated)

@@ -1,0 +1,1 @@
+"""`twoscale explore`: a live page to watch a looped model think (the extra `explore`)."""

@@ -1,0 +1,181 @@
+"""The explorer: what it computes equals the engine and the geometry; the page works in a real browser."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import twoscale
+from conftest import CommandLine, nano_run
+from twoscale import exits
+from twoscale.config import UserError
+from twoscale.explore.session import Session
+from twoscale.train import start_run
+
+gradio = pytest.importorskip("gradio", reason="gradio is not installed (the extra twoscale[explore])")
+
+HOW = {"kv": "exact", "new": 12, "temperature": 0.7, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    out = tmp_path_factory.mktemp("explore") / "run"
+    start_run(nano_run(steps=20), out, shards)
+    return out
+
+
+@pytest.fixture(scope="module")
+def session(run: Path) -> Session:
+    model, tokenizer = twoscale.load(run)
+    return Session(model, tokenizer, "nano", ({0: exits.Acceleration(2.0)}, 8))
+
+
+def test_race(session: Session) -> None:
+    """Both texts are what `generate` writes, with its steps; the first difference and the work saved follow from them."""
+    rule = exits.StepNorm(2.0)
+    for race in session.race("the loop", rule, 6, **HOW):  # type: ignore[arg-type]
+        assert race.quick.new + race.full.new > 0
+    ids = session.tokenizer.encode("the loop")
+    for lane, exit in ((race.quick, rule), (race.full, None)):
+        want = twoscale.generate(session.model, [ids], 12, exit=exit, loops=6, temperature=0.7, seed=3, stop=(session.tokenizer.eot,))
+        assert lane.done and lane.ids == ids + want.tokens[0]
+        assert lane.steps == [None, *want.prompt_steps[0][:-1], *want.steps[0]]
+        assert "".join(lane.pieces) == session.tokenizer.decode(lane.ids)
+    taken = torch.tensor([s for s in race.quick.steps[len(ids) :] if s is not None], dtype=torch.float64)
+    layers = torch.tensor(session.layers, dtype=torch.float64)
+    assert race.saved == pytest.approx(1 - float((taken * layers).sum() / (len(taken) * layers.sum() * 6)))
+    differs = [i for i, (a, b) in enumerate(zip(race.quick.ids, race.full.ids, strict=False)) if a != b]
+    assert race.first_difference == (differs[0] if differs else None)
+
+
+def test_inspection(session: Session) -> None:
+    """The pass that chose a token: its geometry is the trace's, and after the last step the lens of the last group speaks."""
+    *_, race = session.race("the loop", exits.StepNorm(2.0), 6, **HOW)  # type: ignore[arg-type]
+    lane, index = race.quick, len(race.quick.prompt) + 2
+    found = session.inspect(lane, index, 6, seed=3)
+    traced = twoscale.trace(session.model, [lane.ids[:index]], loops=6, seed=3)
+    for g, states in enumerate(traced.states):
+        mine = states[:, :, -1:]
+        assert torch.allclose(found.norms[g], twoscale.geometry.step_norms(mine).flatten())
+        assert torch.allclose(found.cosines[g], twoscale.geometry.step_cosines(mine).flatten())
+        assert torch.allclose(found.accelerations[g], twoscale.geometry.accelerations(mine).flatten())
+        with torch.no_grad():
+            shares = torch.softmax(session.model.head(session.model.groups[g].leave(states[4, 0, -1])), dim=-1)
+        assert found.said[g][3].shares[0] == pytest.approx(float(shares.max()), rel=1e-4)
+        assert found.said[g][3].tokens[0] == session.tokenizer.decode([int(shares.argmax())])
+        assert found.said[g][3].chosen == pytest.approx(float(shares[lane.ids[index]]), rel=1e-4)
+    assert found.taken == lane.steps[index] and found.path.shape == (len(session.groups), 7, 3)
+    with pytest.raises(UserError, match="first token"):
+        session.inspect(lane, 0, 6)
+
+
+def test_bounds(session: Session) -> None:
+    """Rules by name, the calibrated one, and what is too long or empty."""
+    assert session.rules()[0] == "calibrated" and "gate" not in session.rules()
+    assert session.rule("calibrated", 1.0) == {0: exits.Acceleration(2.0)}
+    for name in session.rules()[1:]:
+        assert session.rule(name, 0.25) == exits.parse(f"{name}:0.25")
+    for text, word in (("", "empty"), ("the loop " * 500, "shorten")):
+        with pytest.raises(UserError, match=word):
+            list(session.race(text, None, 6, **HOW))  # type: ignore[arg-type]
+
+
+def test_page_words(session: Session) -> None:
+    """What a model writes cannot become markup, and calibrated thresholds are marked on the slider."""
+    from twoscale.explore import figures
+    from twoscale.explore.page import threshold_words
+
+    *_, race = session.race("<script>alert(1)</script>", exits.StepNorm(2.0), 6, **HOW)  # type: ignore[arg-type]
+    assert "<script" not in figures.tokens_html(race.quick, race.loops)
+    found = session.inspect(race.quick, 5, 6)
+    assert "<script" not in figures.said_html(found) + figures.inspection_words(found)
+    assert "▲" in threshold_words(session, "acceleration", 0.0) and "▲" not in threshold_words(session, "kl", 0.0)
+
+
+def test_bad_input(tmp_path: Path, cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder, no tokenizer, no such port, no Gradio: one line."""
+    for words, says in (
+        ((tmp_path / "nothing",), "no folder"),
+        ((run, "--port", "99999"), "--port"),
+    ):
+        code, _, err = cli("explore", *words)
+        assert code == 2 and says in err and err.count("\n") == 1, err
+    monkeypatch.setitem(sys.modules, "twoscale.explore.page", None)
+    code, _, err = cli("explore", run)
+    assert code == 2 and "twoscale[explore]" in err
+
+
+@pytest.fixture
+def browser() -> Iterator[object]:
+    """Headless Chromium, with a note of every request and of everything the console said."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra twoscale[test])")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("Chromium is not installed (Debian's packages chromium and chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    with tempfile.TemporaryDirectory() as profile:
+        for word in (
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+            "--disable-component-update", "--disable-sync", "--window-size=1280,1600", f"--user-data-dir={profile}",
+        ):  # fmt: skip
+            options.add_argument(word)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        yield opened
+        opened.quit()
+
+
+def asked_for(browser) -> set[str]:  # type: ignore[no-untyped-def]
+    """Every address that the browser asked for."""
+    messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    return {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
+
+
+def test_in_a_browser(run: Path, browser) -> None:  # type: ignore[no-untyped-def]
+    """Type, Enter, text streams; click a token, figures and table appear; nothing on the console, nothing asked of the network."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    command = [sys.executable, "-m", "twoscale", "explore", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        timer = threading.Timer(120, server.kill)
+        timer.start()
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            assert address.startswith("http://127.0.0.1:"), server.stderr.read() if server.stderr else ""
+
+            def wait(selector: str) -> list[object]:
+                return WebDriverWait(browser, 60, 0.1).until(lambda b: b.find_elements(By.CSS_SELECTOR, selector))
+
+            browser.get(address)
+            (box,) = wait("#prompt textarea")
+            box.clear()
+            box.send_keys("the loop turns", Keys.ENTER)
+            wait("#quick .tok:not(.given)")
+            wait("#full .tok:not(.given)")
+            WebDriverWait(browser, 60, 0.1).until(lambda b: not b.find_elements(By.CSS_SELECTOR, ".caret"))
+            assert "loop work saved" in browser.find_element(By.ID, "summary").text
+            WebDriverWait(browser, 20, 0.2).until(lambda b: "ms a token" in b.find_element(By.ID, "quick-words").text.replace("*", ""))
+            wait("#quick .tok:not(.given)")[3].click()
+            for selector in ("#path .js-plotly-plot .trace", "#curve-0 .js-plotly-plot .trace", "#curve-2 .js-plotly-plot .trace"):
+                wait(selector)
+            assert len(wait("#said tr.left")) == 2 and "was chosen" in browser.find_element(By.ID, "about").text
+            wait("#kind input")[1].click()
+            wait("#path .js-plotly-plot canvas, #path .js-plotly-plot .gl-container")
+            severe = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+            assert not severe, severe
+            elsewhere = {url for url in asked_for(browser) if url.startswith(("http", "ws")) and not url.startswith(address)}
+            assert not elsewhere
+        finally:
+            timer.cancel()
+            server.terminate()
