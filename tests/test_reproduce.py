@@ -11,7 +11,19 @@ from twoscale.report.claims import judge
 from twoscale.report.load import load_run
 from twoscale.report.verdict import judge_exits
 
-NANO = ("reproduce", "--preset", "nano", "--train.steps", "6", "--data.max-documents", "12", "--train.eval-sequences", "4", "--quick")
+NANO = (
+    "reproduce",
+    "--preset",
+    "nano",
+    "--train.steps",
+    "6",
+    "--data.max-documents",
+    "12",
+    "--train.eval-sequences",
+    "4",
+    "--effort",
+    "quick",
+)
 
 
 def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
@@ -35,7 +47,7 @@ def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
 @pytest.mark.timeout(1800)  # three minutes of training, and a busy machine may take thrice that
 def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
     """`tiny` ends clearly below a bigram model on the same split, and more loops never hurt by more than 1 % up to 30."""
-    code, out, err = cli("reproduce", "--preset", "tiny", "--out", tmp_path / "tiny", "--quick")
+    code, out, err = cli("reproduce", "--preset", "tiny", "--out", tmp_path / "tiny", "--effort", "quick")
     assert code == 0, err
     result = json.loads((tmp_path / "tiny" / "evaluation.json").read_text())
     by_loops = {int(k): ce for k, ce in result["cross_entropy_by_loops"].items()}

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from twoscale.cli.parse import parse, say
+from twoscale.cli.runs import on_run
 from twoscale.config import UserError
 
 
@@ -19,7 +20,7 @@ class CalibrateArgs:
     """Find thresholds for each group separately on one part of the held-out text and certify them on another; RUN/calibration.json."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    """Folder of the run, or `bundled`."""
     max_dce: float | None = None
     """The loss may rise by so many nats a token at most (0.005 if nothing is asked for)."""
     mean_steps: float | None = None
@@ -41,7 +42,7 @@ class CalibrateArgs:
 
 
 def run(args: list[str]) -> int:
-    result = calibrate_run(parse(CalibrateArgs, args, "twoscale calibrate"))
+    result = calibrate_run(on_run(parse(CalibrateArgs, args, "twoscale calibrate")))
     print(describe(result))
     return 0
 

@@ -32,7 +32,7 @@ class ConvertArgs:
     """concat: exact at any number of loops; none: a group repeats its layers, exact at one loop."""
     data_dir: Path | None = None
     """Shards to measure on; by default they are made in OUT/data from data.source."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(val_fraction=0.5))
 
 
 def run(args: list[str]) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from twoscale.cli.parse import parse
+from twoscale.cli.runs import on_run
 from twoscale.config import UserError
 
 
@@ -20,7 +21,7 @@ class EvalArgs:
     """Measure a model on held-out text; bits per byte compares models with different tokenizers."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    """Folder of the run, or `bundled`."""
     exit: str | None = None
     """Exit rule, as for `twoscale generate`; `auto` as calibrated."""
     loops: int | None = None
@@ -41,31 +42,29 @@ class EvalArgs:
 
 def run(args: list[str]) -> int:
     given = parse(EvalArgs, args, "twoscale eval")
-    print(tasks_table(given) if given.tasks else table(eval_run(given)))
+    print(tasks_table(given) if given.tasks else table(eval_run(on_run(given))))
     return 0
 
 
 def eval_run(args: EvalArgs) -> dict[str, Any]:
-    import torch
-
-    from twoscale.data import held_out
     from twoscale.tradeoff.answers import answers
-    from twoscale.tradeoff.open import open_run
+    from twoscale.tradeoff.open import chosen_exit, open_run
     from twoscale.tradeoff.stats import interval
-    from twoscale.tradeoff.text import Text
+    from twoscale.tradeoff.text import spread
+    from twoscale.train.checkpoint import find_checkpoint
 
     if args.windows < 2:
         raise UserError("--windows is at least 2")
-    exit, loops = _exit(args)
     opened = open_run(args.run, args.checkpoint, args.data_dir)
+    exit, loops = chosen_exit(find_checkpoint(args.run, args.checkpoint), args.exit, args.loops)
     counts = opened.model.config.loops_for(loops)
-    ids, targets = held_out(opened.data, opened.model.config.block_size, args.windows)
-    windows = torch.arange(len(ids))[:, None].expand_as(ids).contiguous()
-    found = answers(opened.model, Text(ids, targets, windows, "windows"), exit, counts)
-    ce, size = float(found.losses.mean()), opened.tokenizer.byte_lengths()[targets].sum()
-    low, high = interval(found.losses.numpy(), windows.numpy())
+    text = spread(opened.data, opened.model.config.block_size, args.windows)
+    found = answers(opened.model, text, exit, counts)
+    ce, size = float(found.losses.mean()), opened.tokenizer.byte_lengths()[text.targets].sum()
+    low, high = interval(found.losses.numpy(), text.clusters.numpy())
     return {
-        "checkpoint": opened.about["checkpoint"], "tokens": targets.numel(), "bytes": int(size), "windows": len(ids), "exit": args.exit,
+        "checkpoint": opened.about["checkpoint"], "tokens": text.targets.numel(), "bytes": int(size), "windows": len(text.ids),
+        "exit": args.exit,
         "loops": list(counts), "ce": ce, "ce_low": low, "ce_high": high, "ppl": math.exp(ce),
         "bits_per_byte": float(found.losses.sum()) / math.log(2) / int(size), "steps": found.steps.double().mean(dim=(0, 1)).tolist(),
     }  # fmt: skip
@@ -89,12 +88,15 @@ def tasks_table(args: EvalArgs) -> str:
         from twoscale.interop.harness import HarnessModel, evaluate
     except ModuleNotFoundError:
         raise UserError("--tasks needs the lm-evaluation-harness: pip install 'twoscale[eval]'") from None
-    from twoscale import load
+    from twoscale.interop import find, load
+    from twoscale.tradeoff.open import chosen_exit
+    from twoscale.train.checkpoint import find_checkpoint
 
     if args.limit is not None and args.limit < 1:
         raise UserError("--limit is at least 1")
-    exit, loops = _exit(args)
-    model, tokenizer = load(args.run if args.checkpoint is None else args.run / "checkpoints" / args.checkpoint)
+    folder = find(args.run) if args.checkpoint is None else find_checkpoint(args.run, args.checkpoint)
+    exit, loops = chosen_exit(folder, args.exit, args.loops)
+    model, tokenizer = load(folder)
     if tokenizer is None:
         raise UserError(f"{args.run} has no tokenizer.json, which the harness needs")
     counts = model.config.loops_for(loops)
@@ -115,15 +117,3 @@ def _number(key: str, numbers: dict[str, float]) -> str:
     value, error = numbers[key], numbers.get(f"{key}_stderr", math.nan)
     shown = f"{key} {value:.4f}" if abs(value) < 1e4 else f"{key} {value:.4g}"
     return shown if math.isnan(error) else f"{shown} +- {error:.2g}"
-
-
-def _exit(args: EvalArgs) -> tuple[Any, int | None]:
-    """The rule and the most loops that were asked for, or calibrated."""
-    from twoscale.tradeoff.open import calibration_for
-    from twoscale.train.checkpoint import find_checkpoint
-
-    if args.exit != "auto":
-        return args.exit, args.loops
-    folder = args.run if (args.run / "model.safetensors").exists() else find_checkpoint(args.run, args.checkpoint)
-    rules, most = calibration_for(folder)
-    return rules, args.loops or most

@@ -24,11 +24,13 @@ class ExportArgs:
     """Which checkpoint (for example step-000120); the newest by default."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Precision of the weights on disk."""
+    code: bool = True
+    """Whether to write the file that transformers opens the model with; without it the folder is for twoscale.load alone."""
 
 
 def run(args: list[str]) -> int:
     from twoscale.interop.export import export
 
     given = parse(ExportArgs, args, "twoscale export")
-    print(export(given.run, given.out or given.run / "export", given.checkpoint, given.dtype))
+    print(export(given.run, given.out or given.run / "export", given.checkpoint, given.dtype, given.code))
     return 0

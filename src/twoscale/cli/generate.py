@@ -7,9 +7,9 @@ import math
 import re
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -29,7 +29,7 @@ class GenerateArgs:
     """Continue a prompt with a trained model; text goes to stdout, figures to stderr."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of a run or of a checkpoint."""
+    """Folder of a run, a checkpoint or another model; or `bundled`."""
     prompt: Annotated[str, tyro.conf.Positional]
     """What to continue; - reads it from stdin."""
     max_new_tokens: int | None = None
@@ -56,21 +56,21 @@ def run(args: list[str]) -> int:
     given = parse(GenerateArgs, args, "twoscale generate")
 
     import twoscale
+    from twoscale.interop import find
+    from twoscale.tradeoff.open import chosen_exit
 
-    model, tokenizer = twoscale.load(given.run)
+    folder = find(given.run)
+    model, tokenizer = twoscale.load(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     c = model.config
     ids = tokenizer.encode(sys.stdin.read() if given.prompt == "-" else given.prompt)
     if not ids:
         raise UserError("the prompt is empty: give at least one character")
     if len(ids) > c.block_size:
         raise UserError(f"the prompt has {len(ids)} tokens, the model's context {c.block_size}: shorten it")
-    exit: Any = given.exit
-    if given.exit == "auto":
-        from twoscale.tradeoff.open import calibration_for
-
-        exit, most = calibration_for(given.run)
-        given = given if given.loops else replace(given, loops=(most,))
-    loops = c.loops_for(given.loops if len(given.loops) > 1 else given.loops[0] if given.loops else None)
+    exit, most = chosen_exit(folder, given.exit, given.loops if len(given.loops) > 1 else given.loops[0] if given.loops else None)
+    loops = c.loops_for(most)
     color = given.color == "always" or (given.color == "auto" and sys.stdout.isatty())
     stream = Stream(tokenizer, "" if given.prompt == "-" else given.prompt, loops if color else ())
     started = time.perf_counter()

@@ -1,6 +1,7 @@
 """`twoscale report RUN`: figures, tables, the paper's claims and their verdicts on one page.
 
 twoscale report runs/tiny
+twoscale report runs/bundled runs/tiny --out report
 """
 
 from dataclasses import dataclass
@@ -10,18 +11,25 @@ from typing import Annotated
 import tyro
 
 from twoscale.cli.parse import parse
+from twoscale.cli.runs import as_run
+from twoscale.config import UserError
 
 
 @dataclass(frozen=True)
 class ReportArgs:
-    """Write RUN/report/index.html from what was measured; it opens from disk and needs no network."""
+    """Write a page from what was measured; it opens from disk and needs no network."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of runs (or `bundled`); several come on one page."""
+    out: Path | None = None
+    """Folder of the page; RUN/report by default, and for several runs `report` beside the first."""
 
 
 def run(args: list[str]) -> int:
     from twoscale.report.page import write_report
 
-    print(write_report(parse(ReportArgs, args, "twoscale report").run))
+    given = parse(ReportArgs, args, "twoscale report")
+    if not given.runs:
+        raise UserError("name at least one run")
+    print(write_report(*(as_run(run) for run in given.runs), out=given.out))
     return 0

@@ -1,55 +1,108 @@
-"""`twoscale reproduce`: the main job in one folder, stage after stage; what is done is skipped.
+"""`twoscale reproduce`: the main job, stage after stage; what is done is skipped.
 
 twoscale reproduce --preset tiny
-twoscale reproduce --preset tiny --quick        # with a short calibration and sweep
+twoscale reproduce --preset tiny --with-bundled --effort short      # what `make reproduce` does
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from twoscale.cli.parse import say
+from twoscale.cli.runs import BUNDLED, as_run
 from twoscale.cli.train import TrainArgs, parse_train, train
 from twoscale.config import RunConfig, UserError
 from twoscale.config.serial import read_json
 from twoscale.report.verdict import recommend
-from twoscale.tradeoff.summary import SWEEP, read_sweep
+from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP, read_sweep
 
 EVALUATION = "evaluation.json"
-REPORT = Path("report") / "index.html"
 LOOPS = (1, 2, 4, 8, 12, 20, 30)
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: windows and loops of a sweep, rounds of its timing, windows of a calibration and of the evaluation."""
+
+    loops: int = 30
+    windows: int = 20
+    rounds: int = 6
+    controller: bool = True
+    calibration_windows: int = 48
+    evaluation_windows: int = 64
+
+
+EFFORTS = {
+    "full": Effort(),
+    "short": Effort(windows=4, rounds=3, controller=False, calibration_windows=12, evaluation_windows=32),
+    "quick": Effort(loops=8, windows=4, rounds=1, calibration_windows=6, evaluation_windows=16),
+}
+
+
+@dataclass(frozen=True)
+class ReproduceArgs(TrainArgs):
+    """Train, evaluate, trace, calibrate, sweep, report: all in one folder. The same command goes on where it stopped."""
+
+    with_bundled: bool = False
+    """Measure the bundled model too (in runs/bundled), and put both on one page; the one that is trained is then not calibrated."""
+    effort: Literal["full", "short", "quick"] = "full"
+    """How much is measured: as the commands do by default, in a few minutes, or hardly anything."""
+
+
 def run(args: list[str]) -> int:
-    quick = "--quick" in args
-    parsed = parse_train([word for word in args if word != "--quick"], "twoscale reproduce")
+    parsed = parse_train(args, "twoscale reproduce", ReproduceArgs)
     if parsed.resume is not None or parsed.data_dir is not None:
         raise UserError("reproduce works in one folder: give --out alone, it goes on by itself")
     out = parsed.out or Path("runs") / parsed.config.name
-    stages: dict[str, Callable[[], int]] = {
-        "train": lambda: _train_stage(parsed, out),
-        "evaluate": lambda: _evaluate_stage(parsed.config, out),
-    }
-    if parsed.config.model.n_groups:
-        stages |= {
-            "trace": lambda: _trace_stage(out),
-            "calibrate": lambda: _calibrate_stage(out, quick),
-            "sweep": lambda: _sweep_stage(out, quick),
-            "report": lambda: _report_stage(out),
-        }
     started = time.monotonic()
-    for i, (name, stage) in enumerate(stages.items(), start=1):
-        say(f"[{i}/{len(stages)}] {name}")
+    stages, runs = _stages(parsed, out)
+    for i, (name, stage) in enumerate(stages, start=1):
+        say(f"[{i}/{len(stages)}] {name} ({_clock(time.monotonic() - started)} so far)")
         if (code := stage()) != 0:
             return code
-    _print_table(read_json(out / EVALUATION))
-    if (swept := read_sweep(out / SWEEP)) is not None:
-        print(recommend(swept)[0])
+    for folder in runs:
+        _print_table(folder)
     if parsed.config.model.n_groups:
-        print(f"report    {out / REPORT}")
-    say(f"done in {time.monotonic() - started:.0f} s; the run is in {out}")
+        print(f"report    {_page(runs)}")
+    say(f"done in {_clock(time.monotonic() - started)}; the run is in {out}")
     return 0
+
+
+def _stages(args: ReproduceArgs, out: Path) -> tuple[list[tuple[str, Callable[[], int]]], list[Path]]:
+    """What is to be done, in order, and the runs that come of it."""
+    effort = EFFORTS[args.effort]
+    stages: list[tuple[str, Callable[[], int]]] = [
+        ("train", lambda: _train_stage(args, out)),
+        ("evaluate", lambda: _evaluate_stage(out, effort)),
+    ]
+    if not args.config.model.n_groups:
+        return stages, [out]
+    stages.append(("trace", lambda: _trace_stage(out)))
+    runs = [out]
+    if not args.with_bundled:
+        stages.append(("calibrate", lambda: _calibrate_stage(out, effort)))
+    stages.append(("sweep", lambda: _sweep_stage(out, effort)))
+    if args.with_bundled:
+        other = Path("runs") / BUNDLED
+        runs = [other, out]
+        stages += [
+            (f"evaluate {BUNDLED}", lambda: _evaluate_stage(as_run(Path(BUNDLED)), effort)),
+            (f"trace {BUNDLED}", lambda: _trace_stage(other)),
+            (f"calibrate {BUNDLED}", lambda: _calibrate_stage(other, effort)),
+            (f"sweep {BUNDLED}", lambda: _sweep_stage(other, effort)),
+        ]
+    stages.append(("report", lambda: _report_stage(runs)))
+    return stages, runs
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _page(runs: list[Path]) -> Path:
+    return (runs[0] if len(runs) == 1 else runs[-1].parent) / "report" / "index.html"
 
 
 def _train_stage(args: TrainArgs, out: Path) -> int:
@@ -63,32 +116,34 @@ def _train_stage(args: TrainArgs, out: Path) -> int:
     return train(args)
 
 
-def _evaluate_stage(config: RunConfig, out: Path) -> int:
-    """Held-out loss at several depths, beside a bigram model on the same split."""
+def _evaluate_stage(out: Path, effort: Effort) -> int:
+    """Held-out loss at several depths, beside a bigram model where the run was trained on the same source."""
     from twoscale.config.files import write_json
-    from twoscale.data import TokenData, held_out
-    from twoscale.engine.evaluate import bigram_cross_entropy, cross_entropy
-    from twoscale.interop import load
-    from twoscale.train.checkpoint import newest_checkpoint
+    from twoscale.data import TokenData
+    from twoscale.interop.convert import SOURCE
+    from twoscale.tradeoff.answers import answers
+    from twoscale.tradeoff.bigram import bigram_cross_entropy
+    from twoscale.tradeoff.open import open_model
+    from twoscale.tradeoff.text import spread
 
-    newest = newest_checkpoint(out / "checkpoints")
-    assert newest is not None
-    if (out / EVALUATION).exists() and read_json(out / EVALUATION).get("checkpoint") == newest.name:
+    opened = open_model(out)
+    config: RunConfig = opened.config
+    if (out / EVALUATION).exists() and read_json(out / EVALUATION).get("checkpoint") == opened.about["checkpoint"]:
         say("already evaluated")
         return 0
-    model, _ = load(newest)
-    windows = held_out(TokenData(out / "data", "val"), config.model.block_size, config.train.eval_sequences)
+    text = spread(opened.data, config.model.block_size, min(effort.evaluation_windows, config.train.eval_sequences))
     by_loops: dict[str, float] = {}
-    for k in LOOPS:
-        by_loops[str(k)] = cross_entropy(model, *windows, loops=k)
+    for k in LOOPS if config.model.n_groups else (1,):
+        by_loops[str(k)] = float(answers(opened.model, text, None, k if config.model.n_groups else ()).losses.mean())
         say(f"  {k:>2} loops: {by_loops[str(k)]:.4f} nats a token")
-    bigram = bigram_cross_entropy(TokenData(out / "data", "train"), *windows)
+    trained_here = not (out / SOURCE).exists()
     result: dict[str, Any] = {
-        "checkpoint": newest.name,
-        "tokens": windows[1].numel(),
+        "checkpoint": opened.about["checkpoint"],
+        "tokens": text.targets.numel(),
+        "bytes": int(opened.tokenizer.byte_lengths()[text.targets].sum()),
         "optimizer": config.train.optimizer,
         "cross_entropy_by_loops": by_loops,
-        "bigram_cross_entropy": bigram,
+        "bigram_cross_entropy": bigram_cross_entropy(TokenData(opened.data.folder, "train"), text) if trained_here else None,
     }
     write_json(out / EVALUATION, result)
     return 0
@@ -99,11 +154,9 @@ def _trace_stage(out: Path) -> int:
     from twoscale.cli.trace import TraceArgs, trace_run
     from twoscale.config.serial import read_jsonl
     from twoscale.geometry.probe import GEOMETRY, SEQUENCE
-    from twoscale.train.checkpoint import newest_checkpoint, read_progress
+    from twoscale.train.checkpoint import find_checkpoint, read_progress
 
-    newest = newest_checkpoint(out / "checkpoints")
-    assert newest is not None
-    records = [r for r in read_jsonl(out / GEOMETRY) if r["step"] == read_progress(newest).step]
+    records = [r for r in read_jsonl(out / GEOMETRY) if r["step"] == read_progress(find_checkpoint(out, None)).step]
     if (out / SEQUENCE).exists() and records and "limit" in records[0]["groups"][0]:
         say("already traced")
         return 0
@@ -111,7 +164,7 @@ def _trace_stage(out: Path) -> int:
     return 0
 
 
-def _calibrate_stage(out: Path, quick: bool) -> int:
+def _calibrate_stage(out: Path, effort: Effort) -> int:
     """Thresholds for each group; before the sweep, which then shows them beside everything else."""
     from twoscale.cli.calibrate import CalibrateArgs, calibrate_run, describe
     from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
@@ -120,33 +173,37 @@ def _calibrate_stage(out: Path, quick: bool) -> int:
     if calibrated_exit(out, name_checkpoint(find_checkpoint(out, None)), must=False) is not None:
         say("already calibrated")
         return 0
-    say(describe(calibrate_run(CalibrateArgs(out, max_dce=0.005, loops=8, windows=6) if quick else CalibrateArgs(out, max_dce=0.005))))
+    say(describe(calibrate_run(CalibrateArgs(out, max_dce=0.005, loops=effort.loops, windows=effort.calibration_windows))))
     return 0
 
 
-def _sweep_stage(out: Path, quick: bool) -> int:
+def _sweep_stage(out: Path, effort: Effort) -> int:
     """Everything that the file does not hold yet; a finished sweep is only read."""
     from twoscale.cli.sweep import SweepArgs, sweep_run
 
-    sweep_run(SweepArgs(out, loops=8, windows=4, rounds=1) if quick else SweepArgs(out))
+    sweep_run(SweepArgs(out, loops=effort.loops, windows=effort.windows, rounds=effort.rounds, controller=effort.controller))
     return 0
 
 
-def _report_stage(out: Path) -> int:
+def _report_stage(runs: list[Path]) -> int:
     from twoscale.report.page import write_report
 
-    made_from = [out / name for name in ("geometry.jsonl", EVALUATION, "trace/sequence.json", "sweep.jsonl", "calibration.json")]
-    page = out / REPORT
+    names = ("geometry.jsonl", EVALUATION, "trace/sequence.json", SWEEP, CALIBRATION, SAMPLES)
+    made_from = [path for run in runs for name in names if (path := run / name).exists()]
+    page = _page(runs)
     if page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
         say("already written")
         return 0
-    write_report(out)
+    write_report(*runs, out=page.parent)
     return 0
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    print(f"held-out cross-entropy, {result['tokens']:,} tokens, {result['checkpoint']}, trained with {result['optimizer']}")
+def _print_table(run: Path) -> None:
+    result = read_json(run / EVALUATION)
+    print(f"{run.name}: held-out cross-entropy, {result['tokens']:,} tokens, {result['checkpoint']}, trained with {result['optimizer']}")
+    rows = [*result["cross_entropy_by_loops"].items(), *[("bigram", ce) for ce in [result["bigram_cross_entropy"]] if ce is not None]]
     print(f"{'loops':>8}  nats a token")
-    for k, ce in result["cross_entropy_by_loops"].items():
+    for k, ce in rows:
         print(f"{k:>8}  {ce:.4f}")
-    print(f"{'bigram':>8}  {result['bigram_cross_entropy']:.4f}")
+    if (swept := read_sweep(run / SWEEP)) is not None:
+        print(recommend(swept)[0])

@@ -6,14 +6,16 @@ torchrun --nproc-per-node 8 -m twoscale sweep runs/paper --rules step-norm kl ac
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from twoscale.cli.parse import parse, say
+from twoscale.cli.runs import on_run
 from twoscale.config import UserError
 
 if TYPE_CHECKING:
+    from twoscale.tradeoff.open import Opened
     from twoscale.tradeoff.summary import Sweep
 
 
@@ -22,7 +24,7 @@ class SweepArgs:
     """Measure rules x thresholds and all baselines on held-out text; written to RUN/sweep.jsonl line by line, resumed after a kill."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    """Folder of the run, or `bundled`."""
     rules: tuple[str, ...] = ("step-norm", "kl", "acceleration")
     """Rules to sweep over the thresholds; NAME:VALUE takes one setting as it is."""
     taus: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -42,7 +44,7 @@ class SweepArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(SweepArgs, args, "twoscale sweep")
+    given = on_run(parse(SweepArgs, args, "twoscale sweep"))
     found = sweep_run(given)
     if found is not None:
         print(table(found))
@@ -83,7 +85,24 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
             lambda token: opened.tokenizer.decode([token]),
         )  # fmt: skip
         found = sweeper.run(points, say)
+        if world.main:
+            _samples(args.run, opened, found, calibrated)
         return found if world.main else None
+
+
+def _samples(run: Path, opened: "Opened", found: "Sweep", calibrated: Any) -> None:
+    """Three texts with the calibrated rule, or with the one that the sweep recommends."""
+    from twoscale.config.serial import read_json
+    from twoscale.report.verdict import best
+    from twoscale.tradeoff.samples import write_samples
+    from twoscale.tradeoff.summary import SAMPLES
+
+    loops = found.header["loops"]
+    point = best(found, ("acceleration", "step-norm", "kl"))
+    exit, words = (calibrated, "calibrated") if calibrated else (point["id"], point["id"]) if point else (None, "none, all loops")
+    old = read_json(run / SAMPLES) if (run / SAMPLES).exists() else {}
+    if any(old.get(key) != value for key, value in {**opened.about, "rule": words, "loops": loops}.items()):
+        write_samples(run, opened, exit, words, loops)
 
 
 def table(sweep: "Sweep") -> str:

@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from twoscale.cli.parse import parse, say
+from twoscale.cli.runs import on_run
 from twoscale.config import UserError
 
 
@@ -19,7 +20,7 @@ class TraceArgs:
     """Measure step norms, cosines, accelerations, drift, verdicts, contraction and trajectories; written to RUN/geometry.jsonl."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    """Folder of the run, or `bundled`."""
     checkpoint: str | None = None
     """Which checkpoint (for example step-000120); the newest by default."""
     all: bool = False
@@ -35,7 +36,7 @@ class TraceArgs:
 
 
 def run(args: list[str]) -> int:
-    trace_run(parse(TraceArgs, args, "twoscale trace"))
+    trace_run(on_run(parse(TraceArgs, args, "twoscale trace")))
     return 0
 
 

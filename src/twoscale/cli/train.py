@@ -10,7 +10,7 @@ torchrun --nproc-per-node=8 -m twoscale train --preset paper
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
@@ -39,15 +39,18 @@ class TrainArgs:
 
 
 def run(args: list[str]) -> int:
-    return train(parse_train(args, "twoscale train"))
+    return train(parse_train(args, "twoscale train", TrainArgs))
 
 
-def parse_train(args: list[str], prog: str) -> TrainArgs:
+A = TypeVar("A", bound=TrainArgs)
+
+
+def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
     """The arguments, on top of the preset and the model that they name."""
     preset = presets.get(chosen(args, "--preset", "tiny"))
     if init := chosen(args, "--init", ""):
         preset = _like(preset, init)
-    parsed = parse(TrainArgs, args, prog, default=TrainArgs(config=preset))
+    parsed = parse(kind, args, prog, default=kind(config=preset))
     if parsed.resume is not None:
         if parsed.out is not None or parsed.init is not None:
             raise UserError("--resume names the folder already: leave --out away, and --init")

@@ -1,6 +1,7 @@
 """Atomic files: written aside, synced, renamed. What has its final name is whole."""
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -50,3 +51,21 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise UserError(f"cannot create the folder {path}: {error.strerror or error}") from None
     return path
+
+
+def fingerprint(weights: Path) -> str:
+    """A short name for the content of a file."""
+    digest = hashlib.sha256()
+    with open(weights, "rb") as f:
+        while piece := f.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()[:16]
+
+
+def cpu_name() -> str:
+    """What the system calls its processor; empty where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        return ""

@@ -7,6 +7,7 @@ layers, which is exact at one loop.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,14 +15,18 @@ from typing import Literal
 import torch
 
 from twoscale.config import DataConfig, ModelConfig, RunConfig, UserError, presets
-from twoscale.config.files import make_folder
+from twoscale.config.files import fingerprint, make_folder, write_json
+from twoscale.config.serial import from_dict, read_json
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
+from twoscale.geometry.probe import GEOMETRY
 from twoscale.interop.load import find, load
 from twoscale.model import LoopedGPT
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.run import note_data
 
+SOURCE = "source.json"
+HELD_OUT = 0.5  # of the text, for a model that was not trained on it
 Inject = Literal["concat", "none"]
 
 
@@ -49,7 +54,7 @@ def convert(
         raise UserError(f"{folder} is a plain model of {model.config.n_layer} layers: say which of them loop, for example --groups 4-7")
     elif loops is not None:
         model.config = dataclasses.replace(model.config, mean_loops=loops)
-    made = dataclasses.replace(data or DataConfig(), tokenizer=str(folder.resolve()))
+    made = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
     settings = made if data_dir is None else prepared_config(data_dir)
     make_folder(out)
     tokenizer.save(out)
@@ -61,8 +66,24 @@ def convert(
         note_data(out, data_dir)
     config = RunConfig(name=out.resolve().name, model=model.config, data=settings, train=presets.small().train)
     ckpt.save_config(out, config)
-    ckpt.save_checkpoint(out / "checkpoints", config, ckpt.Progress(0, 0, 0, 0), ckpt.model_tensors(model), {}, tokenizer)
+    if (folder / GEOMETRY).exists():
+        shutil.copyfile(folder / GEOMETRY, out / GEOMETRY)
+    ckpt.save_checkpoint(out / "checkpoints", config, _progress(folder, bool(groups)), ckpt.model_tensors(model), {}, tokenizer)
+    write_json(out / SOURCE, {"path": str(folder.resolve()), "config": fingerprint(folder / ckpt.CONFIG)})
     return out
+
+
+def converted_from(run: Path, source: str | Path) -> bool:
+    """Whether a run was made of this model."""
+    noted = read_json(run / SOURCE) if (run / SOURCE).exists() else {}
+    return isinstance(noted, dict) and noted.get("config") == fingerprint(find(source) / ckpt.CONFIG)
+
+
+def _progress(folder: Path, changed: bool) -> ckpt.Progress:
+    """How far an exported model was trained; nothing is known of others, nor of what was made out of them."""
+    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else {}
+    known = given.get("training") if isinstance(given, dict) and not changed else None
+    return from_dict(ckpt.Progress, known, str(folder / ckpt.CONFIG)) if known is not None else ckpt.Progress(0, 0, 0, 0)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ config.json             settings under `twoscale`, and what transformers looks f
 model.safetensors       the weights, named model.NAME
 modeling_twoscale.py    three lines that import the package: the model is defined in one place
 tokenizer.json, tokenizer_config.json, generation_config.json
-calibration.json, controller.json    where the run has them
+calibration.json, controller.json, geometry.jsonl    where the run has them
 README.md               the model card
 """
 
@@ -20,6 +20,7 @@ from twoscale import __version__
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.serial import read_json, read_jsonl, to_dict
+from twoscale.geometry.probe import GEOMETRY
 from twoscale.report.verdict import recommend
 from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
@@ -33,26 +34,31 @@ from twoscale.interop.hf import TwoscaleConfig, TwoscaleForCausalLM
 __all__ = ["TwoscaleConfig", "TwoscaleForCausalLM"]
 '''
 
+Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Literal["float32", "float16", "bfloat16"] = "float32") -> Path:
-    """Write the folder and return it. A folder that holds anything else than an older export is left alone."""
+def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Dtype = "float32", code: bool = True) -> Path:
+    """Write the folder and return it. A folder that holds anything else than an older export is left alone.
+
+    Without `code` it is for `twoscale.load` alone.
+    """
     folder = ckpt.find_checkpoint(run, checkpoint)
     config = ckpt.load_config(folder)
     model, tokenizer = ckpt.load_model(folder)
-    if out.exists() and any(out.iterdir()) and not (out / "modeling_twoscale.py").exists():
+    if out.exists() and any(out.iterdir()) and not _exported(out):
         raise UserError(f"{out} is not empty and no earlier export: choose another --out")
     make_folder(out)
     tensors = {PREFIX + name: t.to(DTYPES[dtype]) for name, t in ckpt.model_tensors(model).items()}
     save_file(tensors, out / ckpt.MODEL, metadata={"format": "pt"})
+    (out / ckpt.MODEL).chmod(0o644)  # as the files beside it: a model folder is for sharing
     classes = {"AutoConfig": "modeling_twoscale.TwoscaleConfig", "AutoModelForCausalLM": "modeling_twoscale.TwoscaleForCausalLM"}
     write_json(
         out / ckpt.CONFIG,
         {
             "model_type": "twoscale", "architectures": ["TwoscaleForCausalLM"], "auto_map": classes, "dtype": dtype,
             "twoscale_version": __version__, "eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot,
-            "twoscale": to_dict(config.model),
+            "twoscale": to_dict(config.model), "training": to_dict(ckpt.read_progress(folder)),
         },
     )  # fmt: skip
     write_json(out / "generation_config.json", {"eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot})
@@ -70,9 +76,18 @@ def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Literal["
         write_json(out / CALIBRATION, found | name_checkpoint(out))
         if (run / CONTROLLER).exists():
             shutil.copyfile(run / CONTROLLER, out / CONTROLLER)
-    _text(out / "modeling_twoscale.py", CODE)
+    if (run / GEOMETRY).exists():
+        shutil.copyfile(run / GEOMETRY, out / GEOMETRY)
+    if code:
+        _text(out / "modeling_twoscale.py", CODE)
     _text(out / "README.md", card(run, folder, config, sum(t.numel() for t in tensors.values())))
     return out
+
+
+def _exported(folder: Path) -> bool:
+    """Whether a folder holds an export."""
+    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
+    return isinstance(given, dict) and read_exported(given) is not None
 
 
 def _text(path: Path, text: str) -> None:

@@ -20,12 +20,14 @@ from twoscale.interop.weights import Outline, Weights
 from twoscale.model import LoopedGPT
 from twoscale.train import checkpoint as ckpt
 
+BUNDLED = Path(__file__).parent.parent / "bundled"
 Mapper = Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]]
 
 
 def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
-    """Model (in evaluation mode, fp32) and tokenizer of a run (its newest checkpoint), a checkpoint, an export, or a Huginn or Ouro folder.
+    """Model (in evaluation mode, fp32) and tokenizer of a run, a checkpoint, an export, or a Huginn, Ouro or Llama folder.
 
+    `bundled` is the small model in the package.
     A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
     without tokenizer.json gives None for its tokenizer.
     """
@@ -40,11 +42,13 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
 
 
 def find(path: str | Path) -> Path:
-    """The folder that a user means: one that exists, or OWNER/NAME fetched from the hub."""
+    """The folder that a user means: one that exists, the model in the package (`bundled`), or OWNER/NAME fetched from the hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+    if str(path) == "bundled":
+        return BUNDLED
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or folder.parent.is_dir() or folder.parent.name == "runs":
         raise UserError(f"{folder} is no folder: give a run, a checkpoint, or a folder of a published looped model")
     return _fetched(str(path))
 

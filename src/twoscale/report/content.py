@@ -61,7 +61,16 @@ CAPTIONS: dict[str, tuple[str, str]] = {
 }
 
 STYLE = """
-:root { color-scheme: light; --ink: #1d2733; --soft: #5b6775; --line: #dde3ea; --card: #ffffff; --page: #f5f7fa; }
+:root {
+  color-scheme: light dark; --ink: #1d2733; --soft: #5b6775; --line: #dde3ea; --card: #ffffff; --page: #f5f7fa; --link: #005a8d;
+  --good: #00664b; --bad: #a33d00;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ink: #e4e9ee; --soft: #9aa7b4; --line: #33404d; --card: #182129; --page: #10171d; --link: #6cb8e6;
+    --good: #4cc9a0; --bad: #ff9c66;
+  }
+}
 * { box-sizing: border-box; } body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 24px 16px 60px; } h1 { margin: 0 0 4px; font-size: 1.7rem; }
 h2 { margin: 40px 0 6px; font-size: 1.25rem; } h3 { margin: 8px 0 0; font-size: .95rem; color: var(--soft); font-weight: 600; }
@@ -71,12 +80,17 @@ p { max-width: 78ch; } .soft { color: var(--soft); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; background: var(--card); }
 th, td { border: 1px solid var(--line); padding: 5px 9px; text-align: left; vertical-align: top; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
-.confirmed { color: #00664b; } .refuted { color: #a33d00; } .undecided { color: #5b6775; }
+.confirmed { color: var(--good); } .refuted { color: var(--bad); } .undecided { color: var(--soft); }
 .outcome { font-weight: 700; white-space: nowrap; } .advice { font-size: 1.08rem; font-weight: 600; }
 summary { cursor: pointer; margin: 14px 0 6px; color: var(--soft); font-weight: 600; }
 details { margin: 10px 0; } 
 pre { overflow-x: auto; background: var(--card); border: 1px solid var(--line); padding: 10px; font-size: .82rem; }
-a { color: #005a8d; }
+a { color: var(--link); } code { font-size: .92em; }
+.sample { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; background: var(--card); border: 1px solid var(--line);
+  border-radius: 8px; padding: 10px 14px; margin: 10px 0; max-width: 84ch; }
+.sample .tok { border-radius: 3px; padding: 2px 0; } .sample .given { color: var(--soft); }
+.ramp { display: inline-block; width: 120px; height: 11px; border-radius: 3px; margin: 0 8px; vertical-align: -1px; }
+h1:not(:first-child) { margin-top: 72px; border-top: 2px solid var(--line); padding-top: 28px; }
 .plot { width: 100%; overflow: hidden; }
 @media (max-width: 700px) {
   .claims, .claims tbody, .claims tr, .claims td { display: block; width: 100%; } .claims th { display: none; }
@@ -85,8 +99,22 @@ a { color: #005a8d; }
 """
 
 DRAW = """
-for (const source of document.querySelectorAll('script[data-for]')) {
-  const figure = JSON.parse(source.textContent);
-  Plotly.newPlot(source.dataset.for, figure.data, figure.layout, {responsive: true, displayModeBar: false});
-}
+const lighter = {'#000000': '#ffffff', '#440154': '#a374cf', '#414487': '#8088dd'};  // what would be lost on a dark page
+const dark = matchMedia('(prefers-color-scheme: dark)');
+const draw = () => {
+  const look = getComputedStyle(document.documentElement), pick = (name) => look.getPropertyValue(name).trim();
+  for (const source of document.querySelectorAll('script[data-for]')) {
+    const text = dark.matches ? source.textContent.replace(/#(000000|440154|414487)/g, (c) => lighter[c]) : source.textContent;
+    const figure = JSON.parse(text), layout = figure.layout;
+    Object.assign(layout, {paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)'});
+    layout.font = {...layout.font, color: pick('--ink')};
+    for (const axes of [layout, layout.scene || {}])
+      for (const key of [...Object.keys(axes), ...(axes === layout ? ['xaxis', 'yaxis'] : ['xaxis', 'yaxis', 'zaxis'])])
+        if (/^[xyz]axis[0-9]*$/.test(key) && (axes === layout || layout.scene))
+          axes[key] = {...axes[key], gridcolor: pick('--line'), zerolinecolor: pick('--line'), linecolor: pick('--soft')};
+    Plotly.react(source.dataset.for, figure.data, layout, {responsive: true, displayModeBar: false});
+  }
+};
+draw();
+dark.addEventListener('change', draw);
 """

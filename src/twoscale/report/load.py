@@ -8,7 +8,7 @@ from typing import Any
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
 from twoscale.config.serial import read_json, read_jsonl
-from twoscale.tradeoff.summary import CALIBRATION, SWEEP, Sweep, read_calibration, read_sweep
+from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP, Sweep, read_calibration, read_sweep
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class RunFiles:
     """sweep.jsonl, where there is one."""
     calibration: dict[str, Any] | None = None
     """calibration.json, where there is one."""
+    samples: dict[str, Any] | None = None
+    """samples.json: texts that the model wrote with a rule, where they are of the checkpoint that was swept."""
 
     @property
     def last(self) -> dict[str, Any]:
@@ -68,7 +70,14 @@ def load_run(folder: Path) -> RunFiles:
         _optional(folder / "evaluation.json"),
         sweep,
         calibration,
+        _samples(folder, sweep),
     )
+
+
+def _samples(folder: Path, sweep: Sweep | None) -> dict[str, Any] | None:
+    found = _optional(folder / SAMPLES)
+    fits = isinstance(found, dict) and sweep is not None and found.get("weights") == sweep.header.get("weights")
+    return found if fits else None
 
 
 def _optional(path: Path) -> dict[str, Any] | None:

@@ -6,7 +6,9 @@ The page opens from disk and asks the network for nothing: plotly's script is in
 import html
 import json
 import platform
+import re
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 from plotly.offline import get_plotlyjs
@@ -18,7 +20,8 @@ from twoscale.report.claims import Claim, judge
 from twoscale.report.content import CAPTIONS, DRAW, STYLE
 from twoscale.report.figures import draw_all
 from twoscale.report.load import RunFiles, load_run
-from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, sweep_table
+from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, samples_section, sweep_table, token_table
+from twoscale.report.tradeoff_figures import slowest_of
 from twoscale.report.verdict import judge_exits, recommend
 
 PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
@@ -35,42 +38,94 @@ PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
     "hard_tokens": tradeoff_panels.hard_tokens,
 }
 
+MARKS = {"confirmed": "✓", "refuted": "✗", "undecided": "?"}
+SHOWN_BY = {"step_norms": "a", "step_cosines": "bc", "drift_to_loop": "d", "against_tau": "efg"}  # figure -> the claims that it shows
 
-def write_report(folder: Path) -> Path:
-    """Write RUN/report/index.html and its figures; returns the page."""
-    run = load_run(folder)
-    out = make_folder(folder / "report")
-    names = draw_all(run, make_folder(out / "figures"))
-    page = render(run, names)
+
+def write_report(*folders: Path, out: Path | None = None) -> Path:
+    """Write index.html and its figures for one run (in RUN/report) or several (in report beside them); returns the page."""
+    runs = [load_run(folder) for folder in folders]
+    default = folders[0] / "report" if len(folders) == 1 else folders[0].parent / "report"
+    out = make_folder(out or default)
+    parts = []
+    for i, run in enumerate(runs):
+        place = Path("figures") / _anchor(run) if len(runs) > 1 else Path("figures")
+        names = draw_all(run, make_folder(out / place))
+        parts.append(_part(run, names, place.as_posix(), f"r{i}-" if len(runs) > 1 else ""))
     with atomic_write(out / "index.html") as f:
-        f.write(page.encode())
+        f.write(_page(runs, parts).encode())
     return out / "index.html"
 
 
-def render(run: RunFiles, names: list[str]) -> str:
+def _anchor(run: RunFiles) -> str:
+    """A run's name as a file name and a link."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", str(run.config.name)) or "run"
+
+
+def _page(runs: list[RunFiles], parts: list[str]) -> str:
+    """Everything in one file: style, plotly's script, the runs one after the other."""
+    names = ", ".join(str(run.config.name) for run in runs)
+    title = html.escape(f"{names}: {'loops and exits' if any(run.sweep for run in runs) else 'loop geometry'}")
+    body = _overview(runs) + "".join(parts) if len(runs) > 1 else parts[0]
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<meta name='color-scheme' content='light dark'><title>{title}</title><style>{STYLE}</style>"
+        f"<script>{get_plotlyjs()}</script></head><body><main>{body}</main><script>{DRAW}</script></body></html>"
+    )
+
+
+def _overview(runs: list[RunFiles]) -> str:
+    """Several runs at a glance."""
+    rows = []
+    for run in runs:
+        claims = judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
+        found = " ".join(
+            f"<span class='{c.outcome}' title='{html.escape(c.text)}'>{c.letter}&nbsp;{MARKS[c.outcome]}</span>" for c in claims
+        )
+        advice = recommend(run.sweep, run.calibration)[0] if run.sweep is not None else "not swept"
+        name = html.escape(str(run.config.name))
+        rows.append(f"<tr><td><a href='#{_anchor(run)}'>{name}</a></td><td>{html.escape(advice)}</td><td>{found}</td></tr>")
+    head = "<tr><th>model</th><th>what to use, and what it saves</th><th>the paper's claims</th></tr>"
+    return (
+        f"<h1>Loops and exits of {html.escape(' and '.join(str(run.config.name) for run in runs))}</h1>"
+        f"<div class='scroll'><table class='claims'>{head}{''.join(rows)}</table></div>"
+        f"<p class='soft'>{', '.join(f'{mark} {word}' for word, mark in MARKS.items())}; each claim and its rule below.</p>"
+    )
+
+
+def _mark(claim: Claim) -> str:
+    return f"<span class='{claim.outcome}' title='{html.escape(claim.text)}'>{claim.letter}&nbsp;{MARKS[claim.outcome]}</span>"
+
+
+def _part(run: RunFiles, names: list[str], figures: str, prefix: str) -> str:
+    """All of one run."""
     claims = judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
     head, words = recommend(run.sweep, run.calibration) if run.sweep is not None else ("", "")
     body = [_headline(run, claims, head)]
     for name in names:
         heading, caption = CAPTIONS[name]
-        links = f'<a href="figures/{name}.png">PNG</a>, <a href="figures/{name}.pdf">PDF</a>'
-        body.append(f"<section id='{name}'><h2>{heading}</h2><p>{prose(caption)} <span class='soft'>For print: {links}.</span></p>")
-        body.append(_panels(name, PANELS[name](run)) + "</section>")
+        links = f'<a href="{figures}/{name}.png">PNG</a>, <a href="{figures}/{name}.pdf">PDF</a>'
+        body.append(
+            f"<section id='{prefix}{name}'><h2>{heading}</h2><p>{prose(caption)} {_verdicts(name, claims)}"
+            f"<span class='soft'>For print: {links}.</span></p>{_panels(prefix + name, PANELS[name](run))}</section>"
+        )
+    if run.samples is not None:
+        body.append(samples_section(run.samples))
     body += ["<h2>Numbers</h2>", group_table(run), drift_table(run)]
     if run.evaluation is not None:
         body.append(evaluation_table(run.evaluation))
     if run.sweep is not None:
-        body.append(sweep_table(run.sweep))
+        body += [sweep_table(run.sweep), token_table(slowest_of(run.sweep)) if "hard_tokens" in names else ""]
     body += ["<h2>The paper's claims on this run</h2>", _claims(claims)]
     if words:
-        body.append(f"<h2>What to use</h2><p id='recommendation'>{prose(words)}</p>")
-    body += ["<h2>Set-up</h2>", _setup(run)]
-    title = html.escape(f"{run.config.name}: {'loops and exits' if run.sweep is not None else 'loop geometry'}")
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{title}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head><body><main>{''.join(body)}</main>"
-        f"<script>{DRAW}</script></body></html>"
-    )
+        body.append(f"<h2>What to use</h2><p id='{prefix}recommendation'>{prose(words)}</p>")
+    return "".join(body) + "<h2>Set-up</h2>" + _setup(run)
+
+
+def _verdicts(figure: str, claims: list[Claim]) -> str:
+    """What the paper claims on this figure, and what this run says to it."""
+    told = [c for c in claims if c.letter in SHOWN_BY.get(figure, "")]
+    return "".join(f"Claim ({c.letter}): {html.escape(c.text)} <span class='outcome {c.outcome}'>{c.outcome}</span>. " for c in told)
 
 
 def _headline(run: RunFiles, claims: list[Claim], recommendation: str) -> str:
@@ -79,7 +134,7 @@ def _headline(run: RunFiles, claims: list[Claim], recommendation: str) -> str:
     found = "; ".join(f"({c.letter}) <span class='{c.outcome}'>{c.outcome}</span>" for c in claims)
     advice = f"<p class='advice'>{html.escape(recommendation)}</p>" if recommendation else ""
     return (
-        f"<h1>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
+        f"<h1 id='{_anchor(run)}'>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
         f"<p class='soft'>{m.n_layer} layers of width {m.n_embd}, loop groups {html.escape(', '.join(run.names))}, r = {m.mean_loops}, "
         f"trained with {run.config.train.optimizer} for {last['step']} steps ({last['trained_tokens']:,} tokens); "
         f"measured on {last['tokens']:,} held-out tokens, {last['groups'][0]['loops']} loop steps.</p>"
@@ -119,13 +174,17 @@ def _setup(run: RunFiles) -> str:
         if training
         else ""
     )
-    swept = ", <code>twoscale calibrate RUN</code>" * (run.calibration is not None) + ", <code>twoscale sweep RUN</code>" * (
-        run.sweep is not None
-    )
+    words = [f"twoscale trace {run.folder.as_posix()}"]
+    words += [f"twoscale calibrate {run.folder.as_posix()}"] * (run.calibration is not None)
+    words += [f"twoscale sweep {run.folder.as_posix()}"] * (run.sweep is not None)
+    head = run.sweep.header if run.sweep is not None else {}
+    machine = f", torch {head['torch']}, {head['threads']} threads" if {"torch", "threads"} <= head.keys() else ""
+    cpu = f" ({head['cpu']})" if head.get("cpu") else ""
     config = html.escape(json.dumps(to_dict(run.config), indent=1))
     name = html.escape(str(run.config.name))
     return (
-        f"{cost}<p>Made with <code>twoscale trace RUN</code>{swept} and <code>twoscale report RUN</code>; seed {run.config.train.seed}; "
-        f"Python {platform.python_version()}, {html.escape(platform.machine())}.</p>"
+        f"{cost}<p>Made with {', '.join(f'<code>{html.escape(w)}</code>' for w in words)}; seed {run.config.train.seed}. "
+        f"twoscale {version('twoscale')}, Python {platform.python_version()}{html.escape(machine)}, "
+        f"{html.escape(platform.machine() + cpu)}.</p>"
         f"<details><summary>The full config of {name}</summary><pre>{config}</pre></details>"
     )

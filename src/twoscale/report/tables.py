@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from twoscale.report.load import RunFiles
-from twoscale.report.style import family_look
+from twoscale.report.style import family_look, step_colour, visible
 from twoscale.tradeoff.summary import Sweep
 
 
@@ -49,9 +49,10 @@ def drift_table(run: RunFiles) -> str:
 def evaluation_table(evaluation: dict[str, Any]) -> str:
     loops = evaluation["cross_entropy_by_loops"]
     cells = "".join(f"<td class='n'>{v:.4f}</td>" for v in loops.values())
-    row = f"<tr>{cells}<td class='n'>{evaluation['bigram_cross_entropy']:.4f}</td></tr>"
-    head = [*(f"{k} loop{'s' if k != '1' else ''}" for k in loops), "bigram"]
-    return table(f"Held-out cross-entropy in nats a token, {evaluation['tokens']:,} tokens", head, [row])
+    head, bigram = [f"{k} loop{'s' if k != '1' else ''}" for k in loops], evaluation["bigram_cross_entropy"]
+    if bigram is not None:
+        head, cells = [*head, "bigram"], f"{cells}<td class='n'>{bigram:.4f}</td>"
+    return table(f"Held-out cross-entropy in nats a token, {evaluation['tokens']:,} tokens", head, [f"<tr>{cells}</tr>"])
 
 
 def table(caption: str, head: list[str], rows: list[str]) -> str:
@@ -95,3 +96,36 @@ def sweep_table(sweep: Sweep) -> str:
         f"at most {h['loops']} loops, {sweep.rounds} rounds of timing"
     )
     return f"<details><summary>All {len(rows)} points of the sweep</summary>{table(note, head, rows)}</details>"
+
+
+def samples_section(found: dict[str, Any]) -> str:
+    """Texts that the model wrote, each token on the colour of its steps."""
+    means = [sum(steps) / max(1, len(steps)) for sample in found["samples"] for _, steps in sample["tokens"]] or [0.0]
+    low, high = min(means), max(means)
+    texts = []
+    for sample in found["samples"]:
+        spans = []
+        for piece, steps in sample["tokens"]:
+            colour = step_colour((sum(steps) / max(1, len(steps)) - low) / max(1e-9, high - low))
+            told = " / ".join(str(int(k)) for k in steps)
+            spans.append(f"<span class='tok' style='background:{colour}' title='{told} steps'>{html.escape(str(piece))}</span>")
+        texts.append(f"<div class='sample'><span class='given'>{html.escape(str(sample['prompt']))}</span>{''.join(spans)}</div>")
+    stops = ", ".join(step_colour(i / 10) for i in range(11))
+    return (
+        f"<section class='samples'><h2>What it writes</h2><p>Beginnings of held-out documents (grey) and how the model goes on; exit rule: "
+        f"{html.escape(str(found['rule']))}, at most {int(found['loops'])} steps; temperature {found['temperature']:g}, seed "
+        f"{int(found['seed'])}. Colour: steps of a token, mean over groups, {low:.1f}<span class='ramp' "
+        f"style='background:linear-gradient(to right, {stops})'></span>{high:.1f}.</p>{''.join(texts)}</section>"
+    )
+
+
+def token_table(point: dict[str, Any]) -> str:
+    """The tokens that took the most and the fewest steps with one rule."""
+    rows = []
+    for entry in point["hard"]["tokens"]:
+        cells = "".join(f"<td class='n'>{value}</td>" for value in (entry["count"], f"{entry['steps']:.2f}", f"{entry['loss']:.2f}"))
+        rows.append(f"<tr><td><code>{html.escape(visible(str(entry['token'])))}</code></td>{cells}</tr>")
+    inside = table("", ["token", "times", "mean steps", "mean loss (nats)"], rows)
+    return (
+        f"<details><summary>Tokens that take longest and shortest, {html.escape(point['id'])}</summary>{inside}</details>" if rows else ""
+    )

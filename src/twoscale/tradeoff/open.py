@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from twoscale import exits
-from twoscale.config import UserError
+from twoscale.config import RunConfig, UserError
+from twoscale.config.files import fingerprint
 from twoscale.data import TokenData, Tokenizer
 from twoscale.exits.learned import heads_of
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.summary import CALIBRATION, read_calibration
-from twoscale.tradeoff.sweep import fingerprint
 from twoscale.tradeoff.text import Role, Text, part
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.run import find_data
@@ -28,22 +28,29 @@ class Opened:
     data: TokenData
     about: dict[str, Any]
     """Which checkpoint this is, by name and by content."""
+    config: RunConfig
 
     def text(self, role: Role, windows: int) -> Text:
         return part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)
 
 
 def open_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> Opened:
+    """A looped model opened to measure its exits."""
+    opened = open_model(run, checkpoint, data_dir, device)
+    if not opened.model.config.n_groups:
+        raise UserError(f"{run} has no loop groups: there is nothing to leave early")
+    return opened
+
+
+def open_model(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> Opened:
     """The model of a run and the shards it was trained on, or others made with the same tokenizer."""
     folder = ckpt.find_checkpoint(run, checkpoint)
     model, tokenizer = ckpt.load_model(folder)
-    if not model.config.n_groups:
-        raise UserError(f"{run} has no loop groups: there is nothing to leave early")
     data = TokenData(find_data(run, data_dir), "val")
     if data.tokenizer != tokenizer.fingerprint:
         raise UserError(f"{data.folder} was made with another tokenizer than this model's: give its own shards with --data-dir")
     about = name_checkpoint(folder)
-    return Opened(model.to(device or torch.device("cpu")), tokenizer, data, about)
+    return Opened(model.to(device or torch.device("cpu")), tokenizer, data, about, ckpt.load_config(folder))
 
 
 def name_checkpoint(folder: Path) -> dict[str, Any]:
@@ -72,6 +79,14 @@ def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: 
         elif word is not None:
             rules[g] = exits.parse(word)
     return rules
+
+
+def chosen_exit(folder: Path, exit: str | None, loops: Any) -> tuple[Any, Any]:
+    """The rule and the most loops that a user asked for; `auto` is what the model in this folder was calibrated for."""
+    if exit != "auto":
+        return exit, loops
+    rules, most = calibration_for(folder)
+    return rules, loops or most
 
 
 def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:

@@ -9,7 +9,7 @@ from twoscale.config import UserError
 from twoscale.config.serial import read_json, read_jsonl
 from twoscale.tradeoff.stats import pareto, ratio_interval
 
-SWEEP, CALIBRATION, CONTROLLER = "sweep.jsonl", "calibration.json", "controller.json"
+SWEEP, CALIBRATION, CONTROLLER, SAMPLES = "sweep.jsonl", "calibration.json", "controller.json", "samples.json"
 ORACLES = ("oracle-stay", "oracle-lagrange")
 
 

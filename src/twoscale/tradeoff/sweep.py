@@ -4,7 +4,6 @@ The file is written line by line: a header, a line for each point, a line for ea
 behind its last whole line. Points are spread over the processes that torchrun starts; times are taken by the first one alone.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.config.files import atomic_write
+from twoscale.config.files import atomic_write, cpu_name
 from twoscale.config.serial import read_jsonl
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
@@ -33,15 +32,6 @@ J = TypeVar("J")
 R = TypeVar("R")
 VERSION = 1
 NEGLIGIBLE = 0.002  # nats: a depth is enough when the loss is that near to the full run's
-
-
-def fingerprint(weights: Path) -> str:
-    """A short name for the content of a file."""
-    digest = hashlib.sha256()
-    with open(weights, "rb") as f:
-        while piece := f.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()[:16]
 
 
 class Sweeper:
@@ -88,7 +78,10 @@ class Sweeper:
         elif lines and len(self.path.read_bytes().split(b"\n")) == len(lines) + 1 and self.path.read_bytes().endswith(b"\n"):
             return  # whole: nothing to mend
         if not lines:
-            lines = [self.header | {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}]
+            lines = [
+                self.header
+                | {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": cpu_name()}
+            ]
         with atomic_write(self.path) as f:  # without the line that a kill has cut
             f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.data import TokenData
+from twoscale.data import TokenData, held_out
 
 By = Literal["documents", "pieces", "windows"]
 Role = Literal["fit", "certify", "report"]
@@ -44,6 +44,12 @@ class Text:
     @property
     def n_clusters(self) -> int:
         return len(set(self.clusters.flatten().tolist()))
+
+
+def spread(data: TokenData, block_size: int, windows: int) -> Text:
+    """That many windows of a whole split, spread evenly over it."""
+    ids, targets = held_out(data, block_size, windows)
+    return Text(ids, targets, torch.arange(len(ids))[:, None].expand_as(ids).contiguous(), "windows")
 
 
 def part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, split_seed: int = 0) -> Text:
