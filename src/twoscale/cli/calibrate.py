@@ -60,14 +60,13 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
     goal = Goal(*asked) if any(value is not None for value in asked) else Goal(max_dce=0.005)
     if args.windows < 2 or args.loops < 2:
         raise UserError("--windows and --loops are at least 2")
-    named = args.rule.split(":")[0]
-    if named != "learned":
-        kind = exits.NAMES.get(named)
+    kind = exits.NAMES.get(args.rule.split(":")[0])
+    if kind is not exits.Learned:
         needs_value = kind is not None and ":" not in args.rule and "tau" in kind.__dataclass_fields__
         rule = exits.parse(f"{args.rule}:0.01" if needs_value else args.rule)
     opened = open_run(args.run, args.checkpoint, args.data_dir)
     texts = Texts(opened.text("fit", max(1, args.windows // 3)), opened.text("certify", args.windows), opened.text("report", args.windows))
-    if named == "learned":
+    if kind is exits.Learned:
         say("the controller is read or trained")
         rule = controller(args.run, opened, args.loops)
     result = opened.about | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)

@@ -58,14 +58,14 @@ def _rule(value: object) -> Rule:
     return value
 
 
-def parse(text: str) -> Rule:
-    """A rule from its name and settings: NAME, NAME:VALUE or NAME:VALUE,setting=value,..."""
+def parse(text: str, **known: Any) -> Rule:
+    """A rule from its name and settings: NAME, NAME:VALUE or NAME:VALUE,setting=value,...; `known` are settings that words do not hold."""
     name, _, rest = text.strip().partition(":")
     kind = NAMES.get(name.strip().lower().replace("_", "-"))
     if kind is None:
         raise UserError(f"there is no exit rule {name!r}: choose one of {', '.join(NAMES)}")
     fields = {f.name: f for f in dataclasses.fields(kind)}
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {key: value for key, value in known.items() if key in fields}
     for i, part in enumerate(filter(None, (word.strip() for word in rest.split(",")))):
         key, equals, value = part.partition("=")
         if not equals:
@@ -82,20 +82,25 @@ def parse(text: str) -> Rule:
     return kind(**settings)
 
 
-def spell(rule: Rule) -> str:
-    """The words that `parse` makes this rule of."""
+def name_of(rule: Rule) -> str:
+    """What the command line calls this kind of rule."""
     kind = next((name for name, known in NAMES.items() if known is type(rule)), None)
     if kind is None:
         raise UserError(f"{type(rule).__name__} has no name on the command line")
+    return kind
+
+
+def spell(rule: Rule) -> str:
+    """The words that `parse` makes this rule of; what its repr leaves out (weights) is left out here too."""
     main = main_setting(type(rule))
     words: list[str] = []
     for f in dataclasses.fields(rule):
         value = getattr(rule, f.name)
         if f.name == main:
             words.insert(0, _word(value))
-        elif value != f.default:
+        elif f.repr and value != f.default:
             words.append(f"{f.name}={_word(value)}")
-    return f"{kind}:{','.join(words)}"
+    return f"{name_of(rule)}:{','.join(words)}"
 
 
 def _word(value: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.config.serial import read_json
 from twoscale.exits.rule import Look, Numbers, Threshold
-from twoscale.geometry.steps import EPS
+from twoscale.geometry.steps import beside, cosine_of
 
 FEATURES = ("bias", "log step", "log acceleration", "log ratio", "cosine", "log k", "log step x log k")
 """What the head sees: steps and accelerations beside the state, the step beside the one before, the angle between them, and k."""
@@ -28,9 +28,8 @@ def features(look: Look) -> list[Numbers]:
     log = _log if isinstance(step, Tensor) else _log_of_number
     k = look.k
     depth = torch.log(k.float()) if isinstance(k, Tensor) else math.log(k)
-    relative = log(step / (state + EPS))
-    cosine = (step * step + last * last - acceleration * acceleration) / (2 * step * last + EPS)
-    return [1.0, relative, log(acceleration / (state + EPS)), log(step / (last + EPS)), cosine, depth, relative * depth]
+    relative, turned = log(beside(step, state)), cosine_of(step, last, acceleration)
+    return [1.0, relative, log(beside(acceleration, state)), log(beside(step, last)), turned, depth, relative * depth]
 
 
 def _log(x: Numbers) -> Tensor:

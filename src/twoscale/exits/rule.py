@@ -229,10 +229,14 @@ class Watch:
             remembered = look.step if rule.follows_steps else rule.remember(look)
             if remembered is not None:
                 self.last = remembered
-        if rule.hits > 1:
+        return self.count(passed, look.k)
+
+    def count(self, passed: Tensor | bool, k: Tensor | int) -> Tensor | bool:
+        """Which tokens leave after step k, given which of them pass at it."""
+        if self.rule.hits > 1:
             self.streak = (self.streak + 1) * passed
-            passed = self.streak >= rule.hits
-        return passed & (look.k >= rule.min_steps) if rule.min_steps > 1 else passed
+            passed = self.streak >= self.rule.hits
+        return passed & (k >= self.rule.min_steps) if self.rule.min_steps > 1 else passed
 
     def take(self, rows: Tensor) -> None:
         """Only these rows (int64) stay."""

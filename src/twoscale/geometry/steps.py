@@ -43,6 +43,11 @@ def beside(norm: N, *others: N) -> N:
     return norm / (sum(others) + EPS)
 
 
+def cosine_of(norm: N, last: N, acceleration: N) -> N:
+    """The cosine between two steps from their norms and that of their difference. Plain numbers do too."""
+    return (norm * norm + last * last - acceleration * acceleration) / (2 * norm * last + EPS)
+
+
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and NaN where b is zero."""
     return torch.where(b > 0, a / b.clamp(min=torch.finfo(b.dtype).tiny), torch.full_like(a, math.nan))

@@ -139,7 +139,7 @@ class Calibration:
             own, common = ([self._meets(p, goal)] for p in (path, everywhere))
         chosen, single = (next((c for c in reversed(found) if c.passed), None) for found in (own, common))
         result: dict[str, Any] = {
-            "rule": exits.spell(self.rule).split(":")[0],
+            "rule": exits.name_of(self.rule),
             "rules": [self._word(chosen, g) for g in self.groups],
             "loops": self.loops,
             "goal": {key: value for key, value in vars(goal).items() if value is not None},
@@ -155,10 +155,8 @@ class Calibration:
         return result | self._compare(chosen, single, everywhere) | {"seconds": round(time.perf_counter() - started, 1)}
 
     def _word(self, certified: Certified | None, group: int) -> str | None:
-        """A group's rule as the command line writes it; a learned one without its weights, which are under `heads`."""
+        """A group's rule as the command line writes it; the weights of a learned one are under `heads`."""
         rule = None if certified is None else certified.setting.get(group)
-        if isinstance(rule, exits.Learned):
-            return f"learned:{rule.tau!r}"
         return None if rule is None else exits.spell(rule)
 
     def _at(self, tau: float) -> exits.Rule:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twoscale.exits import Look, Rule
-from twoscale.exits.rule import Numbers
+from twoscale.exits.rule import Numbers, Watch
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.answers import answers
 from twoscale.tradeoff.text import Text
@@ -57,15 +57,13 @@ def note(model: LoopedGPT, text: Text, rule: Rule, loops: int, read: Callable[[L
 
 def leaving(rule: Rule, values: Tensor) -> Tensor:
     """After how many steps each token would leave, from the rule's numbers (K, n): int64 (n,)."""
-    passed = torch.as_tensor(rule.passes(values))
-    streak = torch.zeros(values.shape[1], dtype=torch.int64)
-    steps = torch.full_like(streak, len(values))
-    left = torch.zeros_like(streak, dtype=torch.bool)
-    for k in range(len(values)):
-        streak = (streak + 1) * passed[k]
-        now = (streak >= rule.hits) & ~left & (k + 1 >= rule.min_steps)
-        steps[now] = k + 1
-        left |= now
+    passed, watch = torch.as_tensor(rule.passes(values)), Watch(rule)
+    steps = torch.full(values.shape[1:], len(values))
+    inside = torch.ones_like(steps, dtype=torch.bool)
+    for k in range(1, len(values) + 1):
+        leave = torch.as_tensor(watch.count(passed[k - 1], k))
+        steps[inside & leave] = k
+        inside &= ~leave
     return steps
 
 

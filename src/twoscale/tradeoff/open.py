@@ -72,13 +72,8 @@ def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: 
         if must:
             raise UserError(f"{folder / CALIBRATION} is of {found['checkpoint']}, not of {about['checkpoint']}: calibrate again")
         return None
-    rules: dict[int, exits.Rule] = {}
-    for g, word in enumerate(found["rules"]):
-        if isinstance(word, str) and word.startswith("learned:"):
-            rules[g] = exits.Learned(float(word.split(":")[1]), weights=heads_of(found, folder / CALIBRATION))
-        elif word is not None:
-            rules[g] = exits.parse(word)
-    return rules
+    known = {"weights": heads_of(found, folder / CALIBRATION)} if "heads" in found else {}
+    return {g: exits.parse(word, **known) for g, word in enumerate(found["rules"]) if word is not None}
 
 
 def chosen_exit(folder: Path, exit: str | None, loops: Any) -> tuple[Any, Any]:

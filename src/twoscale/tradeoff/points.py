@@ -22,6 +22,7 @@ from twoscale.exits.choose import main_setting
 
 TAUS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # the paper's four, and two beyond, where models with larger states begin to leave
 RULES = ("step-norm", "kl", "acceleration")
+ALWAYS = (exits.Fixed, exits.RandomExit, exits.Learned)  # in every sweep, with settings of their own
 CHANCES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)  # thresholds of the learned controller
 NEAR = (0.003, 0.01, 0.03, 0.1)  # nats within which the first oracle stays
 PRICES = (0.001, 0.003, 0.01, 0.03)  # nats a step that the second one pays
@@ -127,8 +128,8 @@ def settings(name: str, taus: Sequence[float]) -> list[exits.Rule]:
     if ":" in name:
         return [exits.parse(name)]
     kind = exits.NAMES.get(name)
-    if kind is None or name in ("fixed", "random", "learned"):
-        known = ", ".join(n for n in exits.NAMES if n not in ("fixed", "random", "learned"))
+    if kind is None or kind in ALWAYS:
+        known = ", ".join(n for n, k in exits.NAMES.items() if k not in ALWAYS)
         raise UserError(f"--rules {name}: choose among {known} (fixed depths and random exits are always there), or NAME:VALUE")
     if main_setting(kind) == "tau":
         return [exits.parse(f"{name}:{tau!r}") for tau in taus]
@@ -139,7 +140,7 @@ def _short(rule: exits.Rule | None) -> str:
     """A group's calibrated rule in a word."""
     if rule is None:
         return "all"
-    return f"learned:{rule.tau:g}" if isinstance(rule, exits.Learned) else exits.spell(rule)
+    return exits.spell(rule)
 
 
 def _same(exit: Exit) -> Callable[[Seen], Exit]:
