@@ -49,6 +49,7 @@ def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("twoscale.interop.convert.find", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr(importlib.import_module("twoscale.interop.load"), "find", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.train.checkpoint.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.cli.explore.open_session", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.load", lambda *a: started.append(a) or pytest.skip("accepted"), raising=False)
     monkeypatch.setattr("twoscale.report.page.load_run", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.bench.train.bench_train", lambda *a: started.append(a) or pytest.skip("accepted"))

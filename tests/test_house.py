@@ -39,7 +39,19 @@ def test_core_needs_no_extras(tmp_path: Path) -> None:
         "from twoscale.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    words = ["reproduce", "--preset", "nano", "--out", str(tmp_path / "run"), "--train.steps", "4", "--data.max-documents", "12"]
+    words = [
+        "reproduce",
+        "--preset",
+        "nano",
+        "--out",
+        str(tmp_path / "run"),
+        "--train.steps",
+        "4",
+        "--data.max-documents",
+        "12",
+        "--effort",
+        "quick",
+    ]
     result = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
     assert result.returncode == 0 and (tmp_path / "run" / "report" / "index.html").exists(), result.stderr
 

@@ -37,7 +37,7 @@ class Effort:
 EFFORTS = {
     "full": Effort(),
     "short": Effort(windows=4, rounds=3, controller=False, calibration_windows=12, evaluation_windows=32),
-    "quick": Effort(loops=8, windows=4, rounds=1, calibration_windows=6, evaluation_windows=16),
+    "quick": Effort(loops=8, windows=3, rounds=1, controller=False, calibration_windows=4, evaluation_windows=32),
 }
 
 

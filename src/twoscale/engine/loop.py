@@ -185,8 +185,7 @@ class Loop:
         assert isinstance(group, LoopGroup)
         self.engine, self.group, self.most = engine, group, engine.loops[group.index]
         self.layers = range(engine.first_layers[stage], engine.first_layers[stage + 1])
-        rule = engine.rules[group.index]
-        self.watch = None if rule is None else Watch(rule, engine.meter if engine.library is not None else None)
+        self.watch: Watch | None = None
         self.rows = engine.no_rows
         self.x = self.injected = torch.empty(0, device=engine.device)
 
@@ -204,6 +203,8 @@ class Loop:
                 self.watch.admit(len(self), len(rows))
             rows, x = self.rows.join(rows), torch.cat((self.x, x))
             injected = None if injected is None else torch.cat((self.injected, injected))
+        elif (rule := self.engine.rules[self.group.index]) is not None:
+            self.watch = Watch(rule, self.engine.meter if self.engine.library is not None else None)
         self._hold(rows, x, injected)
 
     def _hold(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
@@ -211,6 +212,23 @@ class Loop:
         self.injected = injected  # type: ignore[assignment]
         self.rope = self.engine.model.rope(rows.positions)
         self.attention = rows.attention(self.layers.start, len(self.layers))
+
+    def keep(self, who: Sequence[bool]) -> None:
+        """Only these rows stay; the others are gone without a trace."""
+        if all(who):
+            return
+        stay = torch.tensor([i for i, kept in enumerate(who) if kept], dtype=torch.int64, device=self.engine.device)
+        if len(stay):
+            self._stay(stay)
+        else:
+            self.rows = self.engine.no_rows
+
+    def _stay(self, stay: Tensor) -> None:
+        """Only the rows of `stay`, ascending int64."""
+        if self.watch is not None:
+            self.watch.take(stay)
+        injected = None if self.injected is None else self.injected.index_select(0, stay)
+        self._hold(self.rows.take(stay), self.x.index_select(0, stay), injected)
 
     def advance(self) -> Left | None:
         """Apply the map once to every row; returns those that have left, if any."""
@@ -256,11 +274,8 @@ class Loop:
         if len(gone) == rows.n:
             self.rows = self.engine.no_rows
             return result
-        stay = (~left).nonzero().flatten()
-        if self.watch is not None:
-            self.watch.take(stay)
-        injected = None if self.injected is None else self.injected.index_select(0, stay)
-        self._hold(rows.take(stay), after.index_select(0, stay), injected)
+        self.x = after
+        self._stay((~left).nonzero().flatten())
         return result
 
     @property

@@ -1,0 +1,139 @@
+"""Serving: what a request gets does not depend on who else is served, by either policy."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+import twoscale
+from conftest import small_model
+from test_engine import LAYOUTS, loud
+from twoscale import exits
+from twoscale.config import UserError
+from twoscale.engine.sample import Sampling
+from twoscale.exits import plan
+from twoscale.serve.job import Job, Settings
+from twoscale.serve.scheduler import Policy, Scheduler
+
+POLICIES: tuple[Policy, ...] = ("lockstep", "depth")
+RULES = (exits.StepNorm(0.5), exits.Acceleration(1.0), exits.KL(0.05), exits.RandomExit(3.0), None, exits.Confidence(0.05, read="coda"))
+
+
+def model_of(layout: str = "default") -> twoscale.LoopedGPT:
+    return loud(dataclasses.replace(small_model(block_size=64), **LAYOUTS[layout]), 0, scale=0.1)
+
+
+def job_of(model: twoscale.LoopedGPT, seed: int, rule: exits.Rule | None = RULES[0], longest: int = 30, **changes: object) -> Job:
+    chance = random.Random(seed)
+    prompt = [chance.randrange(model.config.vocab_size) for _ in range(chance.randint(1, longest))]
+    settings = Settings(plan(rule, model.config.n_groups), model.config.loops_for(7))
+    sampling = Sampling(chance.choice((0.0, 0.8)))
+    return dataclasses.replace(Job(prompt, chance.randint(1, 12), settings, sampling), **changes)
+
+
+def check(model: twoscale.LoopedGPT, job: Job) -> None:
+    """A job has what `generate` gives to its prompt alone."""
+    s = job.settings
+    assert job.sampling.seed == s.seed  # `generate` has one seed for start states and draws
+    want = twoscale.generate(
+        model, [job.prompt], job.most, exit=s.exit, loops=s.loops, kv=s.kv, temperature=job.sampling.temperature, seed=s.seed
+    )
+    assert job.finish == "length" and job.steps == want.steps[0] and job.prompt_steps == want.prompt_steps[0]
+    assert job.tokens == want.tokens[0]
+
+
+def finish(scheduler: Scheduler, rounds: int = 20_000) -> None:
+    for _ in range(rounds):
+        if not scheduler.step():
+            return
+    raise AssertionError("the scheduler does not come to an end")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", ["default", "all loops", "rotary, grouped queries", "branch norms", "noise at every step"])
+def test_invariance(policy: Policy, layout: str) -> None:
+    """Thirty requests with different prompts, lengths, rules and draws, coming in while others are served: each gets what it gets alone."""
+    model = model_of(layout)
+    jobs = [job_of(model, i, RULES[i % len(RULES)], sampling=Sampling(0.8 * (i % 2))) for i in range(30)]
+    scheduler = Scheduler(model, policy, rows=9)
+    for i, job in enumerate(jobs):
+        scheduler.submit(job)
+        for _ in range(i % 4):
+            scheduler.step()
+    finish(scheduler)
+    for job in jobs:
+        check(model, job)
+    assert scheduler.held == 0 and not scheduler.running and scheduler.counters.tokens == sum(len(job.tokens) for job in jobs)
+    taken = [s for job in jobs for s in [*job.prompt_steps, *job.steps[1:]]]
+    assert scheduler.counters.steps == [sum(s[g] for s in taken) for g in range(model.config.n_groups)]  # work = sum of steps
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_cancelled(policy: Policy) -> None:
+    """Whoever vanishes, waiting, reading or writing, frees its place at once, and the others finish unharmed."""
+    model = model_of()
+    jobs = [job_of(model, i, most=12, sampling=Sampling()) for i in range(12)]
+    scheduler = Scheduler(model, policy, rows=6)
+    for job in jobs:
+        scheduler.submit(job)
+    chance = random.Random(1)
+    vanish = {3: chance.randrange(1, 40), 4: 0, 7: chance.randrange(1, 40), 11: 1}
+    for turn in range(20_000):
+        for i, when in vanish.items():
+            if turn == when:
+                jobs[i].cancelled = True
+        if not scheduler.step():
+            break
+    for i, job in enumerate(jobs):
+        if i in vanish and job.finish == "cancelled":
+            assert job.cache is None and len(job.tokens) < 12
+        else:
+            check(model, job)
+    assert any(jobs[i].finish == "cancelled" for i in vanish) and scheduler.held == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_and_order(policy: Policy) -> None:
+    """No more is promised than there is; first come, first served; what can never fit is refused."""
+    model = model_of()
+    jobs = [job_of(model, i, most=4, sampling=Sampling(), longest=20) for i in range(10)]
+    scheduler = Scheduler(model, policy, rows=4)
+    room = 2 * max(scheduler._bytes(job) for job in jobs)
+    scheduler.cache_bytes = room
+    began: list[Job] = []
+    for job in jobs:
+        scheduler.submit(job)
+    for _ in range(20_000):
+        working = scheduler.step()
+        assert scheduler.held <= room and len(scheduler.running) <= 4
+        began += [job for job in jobs if job.cache is not None and job not in began]
+        if not working:
+            break
+    assert began == jobs and all(job.finish == "length" for job in jobs)
+    scheduler.cache_bytes = 1000
+    with pytest.raises(UserError, match="memory"):
+        scheduler.submit(job_of(model, 1))
+    with pytest.raises(UserError, match="context"):
+        scheduler.submit(job_of(model, 1, most=500))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_poisoned(policy: Policy) -> None:
+    """A request whose logits are not finite fails alone."""
+    model = model_of()
+    with torch.no_grad():
+        model.wte.weight[13] = float("nan")
+        model.lm_head = torch.nn.Linear(model.config.n_embd, model.config.padded_vocab_size, bias=False)  # the head stays whole
+        torch.nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(0))
+    clean = [job_of(model, i, sampling=Sampling(), longest=8) for i in range(6)]
+    clean = [dataclasses.replace(job, prompt=[t if t != 13 else 14 for t in job.prompt], stop=frozenset({13})) for job in clean]
+    bad = job_of(model, 99, prompt=[1, 13, 2])
+    scheduler = Scheduler(model, policy)
+    for job in [*clean[:3], bad, *clean[3:]]:
+        scheduler.submit(job)
+    finish(scheduler)
+    assert bad.finish == "error" and "finite" in bad.error and not bad.tokens
+    for job in clean:
+        want = twoscale.generate(model, [job.prompt], job.most, exit=job.settings.exit, loops=7, stop=(13,))
+        assert job.tokens == want.tokens[0] and job.steps == want.steps[0]
