@@ -1,15 +1,17 @@
 """`twoscale convert` and `train --init`: plain decoders become looped ones that compute the same, foreign models become runs."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 import twoscale
 from conftest import CommandLine, nano_run
 from twoscale.config import UserError
-from twoscale.data import Tokenizer
+from twoscale.data import Pieces, Tokenizer
 from twoscale.data.tokenizer import train_bpe
 from twoscale.interop.convert import looped
 from twoscale.train import start_run
@@ -101,6 +103,64 @@ def test_looped_models_become_runs(tmp_path: Path, shards: Path, cli: CommandLin
     assert made[0] == 0, made[2]
     first, second = (cli("eval", str(tmp_path / name), "--windows", "4") for name in ("run", "again"))
     assert first[0] == 0 and first[1].splitlines()[1:] == second[1].splitlines()[1:]
+    other = tmp_path / "other"
+    assert cli("prepare", "--source", "builtin", "--max-documents", "8", "--tokenizer", "bpe", "--bpe-vocab", "257", "--out", other)[0] == 0
+    for command in (("convert", tmp_path / "out"), ("train", "--init", tmp_path / "out")):
+        code, _, err = cli(*command, "--out", tmp_path / "wrong", "--data-dir", other)
+        assert code == 2 and "another tokenizer" in err and not (tmp_path / "wrong" / "checkpoints").exists()
+    code, _, err = cli("train", "--resume", tmp_path / "again")
+    assert code == 2 and "--init" in err
+
+
+def test_whole_or_not_at_all(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong on the way leaves nothing behind, so that the same command works once it is mended."""
+    llama(tmp_path / "llama")
+    with_tokenizer(tmp_path / "llama")
+    words = ("convert", tmp_path / "llama", "--groups", "1", "--out", tmp_path / "runs" / "run")
+    code, _, err = cli(*words, "--data.source", tmp_path / "nowhere.txt")
+    assert code == 2 and "nowhere.txt" in err
+    with monkeypatch.context() as patch:
+        patch.setattr("twoscale.interop.convert.ckpt.save_checkpoint", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert cli(*words, "--data.max-documents", "8")[0] == 130
+    assert not list((tmp_path / "runs").iterdir())
+    assert cli(*words, "--data.max-documents", "8")[0] == 0
+    (tmp_path / "file").write_text("")
+    assert cli(*words[:-1], tmp_path / "file")[0] == 2
+
+
+def test_killed_before_the_first_checkpoint(tmp_path: Path, shards: Path) -> None:
+    """A run that starts from given weights has them on disk before its first step."""
+    start_run(nano_run(steps=4), tmp_path / "run", shards)
+    given = twoscale.load(tmp_path / "run")
+
+    def kill(trainer: object) -> None:
+        raise KeyboardInterrupt
+
+    config = dataclasses.replace(nano_run(steps=4), train=dataclasses.replace(nano_run(steps=4).train, geometry_interval=1))
+    with pytest.raises(KeyboardInterrupt):
+        start_run(config, tmp_path / "next", shards, probes=[kill], init=given)
+    assert torch.equal(twoscale.load(tmp_path / "next")[0].wte.weight, given[0].wte.weight)
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    """A vocabulary with ▁ for spaces and bytes as <0x..>: sizes in bytes, and a space before the first new word is not lost."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "<0x0A>": 3, "▁the": 4, "▁man": 5, "é": 6, "▁caf": 7, "▁": 8}
+    pipeline = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    d = tokenizers.decoders
+    pipeline.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    pipeline.add_special_tokens(["<s>", "</s>"])
+    (tmp_path / "tokenizer.json").write_text(pipeline.to_str())
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eot == 2
+    sizes = tokenizer.byte_lengths()
+    assert [int(sizes[i]) for i in (1, 2, 3, 4, 6, 7)] == [0, 0, 1, 4, 2, 4]
+    pieces = Pieces(tokenizer)
+    assert [pieces.add(t) for t in (4, 5, 7, 6)] == ["the", " man", " caf", "é"]
+    for bad in (-1, 10**12, 99):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": bad}))
+        with pytest.raises(UserError, match="endoftext"):
+            Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The explorer: what it computes equals the engine and the geometry; the page works in a real browser."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -92,11 +93,32 @@ def test_page_words(session: Session) -> None:
     from twoscale.explore import figures
     from twoscale.explore.page import threshold_words
 
-    *_, race = session.race("<script>alert(1)</script>", exits.StepNorm(2.0), 6, **HOW)  # type: ignore[arg-type]
-    assert "<script" not in figures.tokens_html(race.quick, race.loops)
-    found = session.inspect(race.quick, 5, 6)
-    assert "<script" not in figures.said_html(found) + figures.inspection_words(found)
+    evil = "<script>alert(1)</script>**bold**"
+    *_, race = session.race("the loop", exits.StepNorm(2.0), 6, **HOW)  # type: ignore[arg-type]
+    lane = dataclasses.replace(race.quick, pieces=[evil] * len(race.quick.pieces))
+    shown = figures.tokens_html(lane, race.loops)
+    assert "<script" not in shown and "&lt;script&gt;" in shown
+    found = session.inspect(lane, 5, 6)
+    said = [[dataclasses.replace(s, tokens=[evil] * len(s.tokens)) for s in group] for group in found.said]
+    found = dataclasses.replace(found, said=said)
+    table, words = figures.said_html(found), figures.inspection_words(found)
+    assert "<script" not in table + words and "&lt;script&gt;" in table and "&lt;script&gt;" in words and "**" not in words
     assert "▲" in threshold_words(session, "acceleration", 0.0) and "▲" not in threshold_words(session, "kl", 0.0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"block_size": 16, "mean_loops": 1}], ids=["as trained", "tiny context"])
+def test_defaults_fit(session: Session, changes: dict[str, int]) -> None:
+    """What the page offers at first can be generated, on small contexts and shallow loops too."""
+    from twoscale.explore.page import PROMPT, build
+
+    config = dataclasses.replace(session.model.config, **changes)  # type: ignore[arg-type]
+    model = twoscale.LoopedGPT(config)
+    small = Session(model, session.tokenizer, "small")
+    sliders = {b.elem_id: b for b in build(small).blocks.values() if getattr(b, "elem_id", None) in ("new", "loops")}
+    for slider in sliders.values():
+        assert slider.minimum <= slider.value <= slider.maximum
+    if len(small.tokenizer.encode(PROMPT)) < small.room:
+        assert len(small.prompt(PROMPT, int(sliders["new"].value))) > 0
 
 
 def test_bad_input(tmp_path: Path, cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +189,18 @@ def test_in_a_browser(run: Path, browser) -> None:  # type: ignore[no-untyped-de
             assert "loop work saved" in browser.find_element(By.ID, "summary").text
             WebDriverWait(browser, 20, 0.2).until(lambda b: "ms a token" in b.find_element(By.ID, "quick-words").text.replace("*", ""))
             wait("#quick .tok:not(.given)")[3].click()
+            wait("#said tr.left")
+            box = wait("#prompt textarea")[0]
+            box.send_keys(" again", Keys.ENTER)
+            wait(".caret")
+            browser.find_element(By.ID, "stop").click()
+
+            def again(b) -> bool:  # type: ignore[no-untyped-def]
+                return "again" in "".join(t.text for t in b.find_elements(By.CSS_SELECTOR, "#quick .given"))
+
+            WebDriverWait(browser, 60, 0.1).until(again)
+            wait("#quick .given")[-1].click()
+            wait("#quick .given.on")
             for selector in ("#path .js-plotly-plot .trace", "#curve-0 .js-plotly-plot .trace", "#curve-2 .js-plotly-plot .trace"):
                 wait(selector)
             assert len(wait("#said tr.left")) == 2 and "was chosen" in browser.find_element(By.ID, "about").text

@@ -69,7 +69,7 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
     if kind is exits.Learned:
         say("the controller is read or trained")
         rule = controller(args.run, opened, args.loops)
-    result = opened.about | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
+    result = opened.about | {"windows": args.windows} | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
     write_json(args.run / CALIBRATION, result)
     return result
 

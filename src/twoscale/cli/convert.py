@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from twoscale.cli.parse import parse
-from twoscale.config import DataConfig
+from twoscale.config import DataConfig, UserError
 from twoscale.config.groups import Groups
 from twoscale.data.progress import DocumentLine
 
@@ -30,6 +30,8 @@ class ConvertArgs:
     """Mean loops r; by default the model's own, or 4 for a plain one."""
     inject: Literal["concat", "none"] = "concat"
     """concat: exact at any number of loops; none: a group repeats its layers, exact at one loop."""
+    block_size: int | None = None
+    """Context to measure with, for rotary positions; by default the model's own, at most 1024 tokens."""
     data_dir: Path | None = None
     """Shards to measure on; by default they are made in OUT/data from data.source."""
     data: DataConfig = field(default_factory=lambda: DataConfig(val_fraction=0.5))
@@ -39,9 +41,16 @@ def run(args: list[str]) -> int:
     from twoscale.interop.convert import convert
 
     given = parse(ConvertArgs, args, "twoscale convert")
+    if given.data_dir is not None and given.data != ConvertArgs("", Path()).data:
+        raise UserError("--data-dir names shards that are there: leave --data.* away")
+    if given.inject != "concat" and not given.groups:
+        raise UserError("--inject goes with --groups: a looped model is taken as it is")
+    if given.block_size is not None and given.block_size < 2:
+        raise UserError("--block-size is at least 2")
     with DocumentLine() as line:
         made = convert(
-            given.model, given.out, given.groups, loops=given.loops, inject=given.inject, data=given.data, data_dir=given.data_dir,
+            given.model, given.out, given.groups, loops=given.loops, inject=given.inject, block_size=given.block_size,
+            data=given.data, data_dir=given.data_dir,
             progress=line,
         )  # fmt: skip
     print(made)

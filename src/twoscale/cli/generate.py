@@ -72,7 +72,7 @@ def run(args: list[str]) -> int:
     exit, most = chosen_exit(folder, given.exit, given.loops if len(given.loops) > 1 else given.loops[0] if given.loops else None)
     loops = c.loops_for(most)
     color = given.color == "always" or (given.color == "auto" and sys.stdout.isatty())
-    stream = Stream(tokenizer, "" if given.prompt == "-" else given.prompt, loops if color else ())
+    stream = Stream(tokenizer, ids, "" if given.prompt == "-" else given.prompt, loops if color else ())
     started = time.perf_counter()
     gen = twoscale.generate(
         model,
@@ -114,10 +114,12 @@ def summary(steps: list[tuple[int, ...]], loops: tuple[int, ...], groups: list[t
 class Stream:
     """Prints tokens as they come: whole characters only, and in colour if there are loop counts to measure by."""
 
-    def __init__(self, tokenizer: "Tokenizer", prompt: str, loops: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", ids: list[int], prompt: str, loops: tuple[int, ...]) -> None:
         from twoscale.data import Pieces
 
         self.prompt, self.loops, self.eot, self.pieces = prompt, loops, tokenizer.eot, Pieces(tokenizer)
+        for token in ids:
+            self.pieces.add(token)
 
     def __call__(self, row: int, token: int, steps: tuple[int, ...]) -> None:
         self.text(self.prompt)

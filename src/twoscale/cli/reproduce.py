@@ -16,7 +16,7 @@ from twoscale.cli.train import TrainArgs, parse_train, train
 from twoscale.config import RunConfig, UserError
 from twoscale.config.serial import read_json
 from twoscale.report.verdict import recommend
-from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP, read_sweep
+from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP, read_calibration, read_sweep
 
 EVALUATION = "evaluation.json"
 LOOPS = (1, 2, 4, 8, 12, 20, 30)
@@ -128,17 +128,20 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
 
     opened = open_model(out)
     config: RunConfig = opened.config
-    if (out / EVALUATION).exists() and read_json(out / EVALUATION).get("checkpoint") == opened.about["checkpoint"]:
+    windows = min(effort.evaluation_windows, config.train.eval_sequences)
+    asked = {**opened.about, "windows": windows}
+    old = read_json(out / EVALUATION) if (out / EVALUATION).exists() else {}
+    if all(old.get(key) == value for key, value in asked.items()):
         say("already evaluated")
         return 0
-    text = spread(opened.data, config.model.block_size, min(effort.evaluation_windows, config.train.eval_sequences))
+    text = spread(opened.data, config.model.block_size, windows)
     by_loops: dict[str, float] = {}
     for k in LOOPS if config.model.n_groups else (1,):
         by_loops[str(k)] = float(answers(opened.model, text, None, k if config.model.n_groups else ()).losses.mean())
         say(f"  {k:>2} loops: {by_loops[str(k)]:.4f} nats a token")
     trained_here = not (out / SOURCE).exists()
     result: dict[str, Any] = {
-        "checkpoint": opened.about["checkpoint"],
+        **asked,
         "tokens": text.targets.numel(),
         "bytes": int(opened.tokenizer.byte_lengths()[text.targets].sum()),
         "optimizer": config.train.optimizer,
@@ -170,7 +173,9 @@ def _calibrate_stage(out: Path, effort: Effort) -> int:
     from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
     from twoscale.train.checkpoint import find_checkpoint
 
-    if calibrated_exit(out, name_checkpoint(find_checkpoint(out, None)), must=False) is not None:
+    found = read_calibration(out / CALIBRATION)
+    known = calibrated_exit(out, name_checkpoint(find_checkpoint(out, None)), must=False) is not None
+    if known and found is not None and (found["loops"], found.get("windows")) == (effort.loops, effort.calibration_windows):
         say("already calibrated")
         return 0
     say(describe(calibrate_run(CalibrateArgs(out, max_dce=0.005, loops=effort.loops, windows=effort.calibration_windows))))
@@ -186,15 +191,19 @@ def _sweep_stage(out: Path, effort: Effort) -> int:
 
 
 def _report_stage(runs: list[Path]) -> int:
+    from twoscale.config.files import write_json
     from twoscale.report.page import write_report
 
     names = ("geometry.jsonl", EVALUATION, "trace/sequence.json", SWEEP, CALIBRATION, SAMPLES)
     made_from = [path for run in runs for name in names if (path := run / name).exists()]
-    page = _page(runs)
-    if page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
+    page, shown = _page(runs), [str(run.resolve()) for run in runs]
+    noted = page.parent / "runs.json"
+    same = noted.exists() and read_json(noted) == shown
+    if same and page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
         say("already written")
         return 0
     write_report(*runs, out=page.parent)
+    write_json(noted, shown)
     return 0
 
 

@@ -1,5 +1,6 @@
 """Which run a command means: a folder, or the bundled model, of which a run is made when it is first asked for."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +22,8 @@ def as_run(path: Path) -> Path:
     from twoscale.interop.convert import convert, converted_from
 
     run = Path("runs") / BUNDLED
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not run.is_dir():
+        raise UserError(f"there is no {run} yet: make it first, with `twoscale convert {BUNDLED} --out {run}`")
     if run.is_dir() and any(run.iterdir()):
         if not converted_from(run, BUNDLED):
             raise UserError(f"{run} is not of the bundled model of this version: move it away")

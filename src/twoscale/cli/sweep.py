@@ -92,6 +92,7 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
 
 def _samples(run: Path, opened: "Opened", found: "Sweep", calibrated: Any) -> None:
     """Three texts with the calibrated rule, or with the one that the sweep recommends."""
+    from twoscale import exits
     from twoscale.config.serial import read_json
     from twoscale.report.verdict import best
     from twoscale.tradeoff.samples import write_samples
@@ -99,7 +100,8 @@ def _samples(run: Path, opened: "Opened", found: "Sweep", calibrated: Any) -> No
 
     loops = found.header["loops"]
     point = best(found, ("acceleration", "step-norm", "kl"))
-    exit, words = (calibrated, "calibrated") if calibrated else (point["id"], point["id"]) if point else (None, "none, all loops")
+    spelt = f"calibrated: {', '.join(exits.spell(calibrated[g]) for g in sorted(calibrated))}" if calibrated else ""
+    exit, words = (calibrated, spelt) if calibrated else (point["id"], point["id"]) if point else (None, "none, all loops")
     old = read_json(run / SAMPLES) if (run / SAMPLES).exists() else {}
     if any(old.get(key) != value for key, value in {**opened.about, "rule": words, "loops": loops}.items()):
         write_samples(run, opened, exit, words, loops)

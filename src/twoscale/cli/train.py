@@ -77,10 +77,12 @@ def train(args: TrainArgs) -> int:
 
     config, out = args.config, args.out or Path("runs") / args.config.name
     if args.resume is not None:
+        if (args.resume / "source.json").exists():
+            raise UserError(f"{args.resume} was made by `convert`, not trained: go on from it with --init {args.resume} --out ANOTHER")
         config, out = load_config(args.resume), args.resume
     try:
         with DocumentLine() as line:
-            init = None if args.init is None or list_checkpoints(out / "checkpoints") else load(args.init)[0]
+            init = None if args.init is None or list_checkpoints(out / "checkpoints") else load(args.init)
             result = start_run(config, out, args.data_dir, args.checkpoint, line, [probe_geometry], init)
     except Diverged as error:
         say(f"twoscale train: {error}")

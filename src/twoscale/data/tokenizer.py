@@ -46,8 +46,9 @@ class Tokenizer:
         """Tells one tokenizer from another."""
         return hashlib.sha256(self.pipeline.to_str().encode()).hexdigest()[:16]
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.pipeline.encode(text).ids)
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The text's ids; with what its pipeline puts around a text (a mark for its beginning, say) unless told otherwise."""
+        return list(self.pipeline.encode(text, add_special_tokens=special).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.pipeline.encode_batch_fast(list(texts))]
@@ -58,13 +59,13 @@ class Tokenizer:
 
     def byte_lengths(self) -> np.ndarray:
         """How many bytes of text each token stands for, int64 (V,); the end of text stands for none."""
-        alphabet = set(_byte_alphabet())
+        alphabet = set(_byte_alphabet()) if "ByteLevel" in str(self.pipeline.decoder) else set()
         special = {i for i, token in self.pipeline.get_added_tokens_decoder().items() if token.special} | {self.eot}
         sizes = np.zeros(self.vocab_size, dtype=np.int64)
         for token, i in self.pipeline.get_vocab().items():
             if i in special or i >= len(sizes):
                 continue
-            if set(token) <= alphabet:
+            if alphabet and set(token) <= alphabet:
                 sizes[i] = len(token)
             elif re.fullmatch("<0x[0-9A-F]{2}>", token):  # a byte of a SentencePiece vocabulary
                 sizes[i] = 1
@@ -123,7 +124,9 @@ def _end(folder: Path, pipeline: Pipeline) -> int | None:
     number = number[0] if isinstance(number, list) and number else number
     if isinstance(word, str) and (known := pipeline.token_to_id(word)) is not None:
         return int(known)
-    return number if isinstance(number, int) and not isinstance(number, bool) else None
+    if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**31 and pipeline.id_to_token(number) is not None:
+        return number
+    return None
 
 
 def byte_tokenizer() -> Tokenizer:

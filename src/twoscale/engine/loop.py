@@ -133,14 +133,16 @@ class Engine:
 
     def _one_by_one(self, feeds: Sequence[Feed], start: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
         firsts = [0, *accumulate(len(new) for _, _, new in feeds)]
-        x = self._like.new_empty(firsts[-1], self.config.n_embd)
+        x: Tensor | None = None
         steps = torch.empty(firsts[-1], self.config.n_groups, dtype=torch.int64, device=self.device)
         for t in range(max(len(new) for _, _, new in feeds)):
             live = [i for i, (_, _, new) in enumerate(feeds) if t < len(new)]
             rows = torch.tensor([firsts[i] + t for i in live], device=self.device)
             given = None if start is None else [states[rows] for states in start]
             found, taken = self.run([(*feeds[i][:2], feeds[i][2][t : t + 1]) for i in live], given)
-            x[rows], steps[rows] = found.to(x.dtype), taken
+            x = found.new_empty(firsts[-1], self.config.n_embd) if x is None else x
+            x[rows], steps[rows] = found, taken
+        assert x is not None
         return x, steps
 
     def plain(self, stage: int, x: Tensor, rope: Rope | None, rows: Rows) -> Tensor:

@@ -129,8 +129,8 @@ def said_html(found: Inspection) -> str:
         rows = []
         for k, said in enumerate(steps, start=1):
             cells = "".join(
-                f"<td class='{'hit' if token == found.token else ''}'><code>{html.escape(visible(token))}</code> {_percent(share)}</td>"
-                for token, share in zip(said.tokens, said.shares, strict=True)
+                f"<td class='{'hit' if number == found.id else ''}'><code>{html.escape(visible(token))}</code> {_percent(share)}</td>"
+                for number, token, share in zip(said.ids, said.tokens, said.shares, strict=True)
             )
             left = k == found.taken[g]
             rows.append(

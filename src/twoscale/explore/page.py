@@ -17,6 +17,7 @@ from twoscale.explore import figures
 from twoscale.explore.session import MOST_LOOPS, Inspection, Lane, Race, Session
 
 LOW, HIGH = -6.0, 2.0  # the threshold's slider, in powers of ten
+PROMPT = "The old man looked at the sea and"
 UPDATE = 0.05  # seconds between two looks at the texts
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]  # nothing is fetched from anywhere
 
@@ -64,6 +65,7 @@ def build(session: Session) -> gr.Blocks:
     c = session.model.config
     size = sum(p.numel() for p in session.model.parameters())
     most = session.calibrated[1] if session.calibrated is not None else c.mean_loops
+    answer = max(1, min(100, session.room - len(session.tokenizer.encode(PROMPT))))
     with gr.Blocks(title=f"{session.name} · twoscale", analytics_enabled=False) as page:
         gr.Markdown(
             f"## Watch **{session.name}** think\n{_count(size)} parameters · loop groups {', '.join(session.groups)} · "
@@ -73,7 +75,7 @@ def build(session: Session) -> gr.Blocks:
         visit = gr.State(Visit())
         with gr.Row():
             prompt = gr.Textbox(
-                "The old man looked at the sea and",
+                PROMPT,
                 label="Prompt (Enter generates)",
                 lines=1,
                 max_lines=6,
@@ -93,10 +95,10 @@ def build(session: Session) -> gr.Blocks:
                 power = gr.Slider(LOW, HIGH, value=-1.0, step=0.05, label="Threshold: power of ten", elem_id="power")
                 mark = gr.HTML(threshold_words(session, first, -1.0), elem_id="mark")
             with gr.Column(min_width=200):
-                loops = gr.Slider(2, MOST_LOOPS, value=min(most, MOST_LOOPS), step=1, label="Most loops", elem_id="loops")
+                loops = gr.Slider(2, MOST_LOOPS, value=max(2, min(most, MOST_LOOPS)), step=1, label="Most loops", elem_id="loops")
                 kv = gr.Dropdown(["exact", "last", "ring:4"], value="exact", label="Keys and values kept", elem_id="kv")
             with gr.Column(min_width=200):
-                new = gr.Slider(1, session.room - 16, value=min(100, session.room - 16), step=1, label="New tokens", elem_id="new")
+                new = gr.Slider(1, max(2, session.room - 1), value=answer, step=1, label="New tokens", elem_id="new")
                 temperature = gr.Slider(0, 1.5, value=0.7, step=0.05, label="Temperature (0: the likeliest token)")
                 seed = gr.Number(0, precision=0, minimum=0, maximum=2**31 - 1, label="Seed (the same for both texts)")
         summary = gr.Markdown("", elem_id="summary")
@@ -151,18 +153,18 @@ def _generate(
             now = time.monotonic()
             if now - last >= UPDATE or race.quick.new + race.full.new <= 2:
                 last = now
-                yield _shown(visit, done=False)
-        yield _shown(visit, done=True)
+                yield _shown(visit)
+        yield _shown(visit)
     except UserError as error:
         raise gr.Error(str(error), print_exception=False) from None
 
 
-def _shown(visit: Visit, done: bool) -> list[Any]:
+def _shown(visit: Visit) -> list[Any]:
     race = visit.race
     assert race is not None
     words = [figures.lane_words(lane, race.layers) for lane in (race.quick, race.full)]
     texts = _texts(visit)
-    return [visit if done else gr.skip(), texts[0], words[0], texts[1], words[1], figures.race_words(race), figures.legend(race.loops)]
+    return [visit, texts[0], words[0], texts[1], words[1], figures.race_words(race), figures.legend(race.loops)]
 
 
 def _texts(visit: Visit) -> list[str]:

@@ -82,6 +82,7 @@ class Race:
 class Said:
     """What the model would have said after one loop step: the likeliest tokens."""
 
+    ids: list[int]
     tokens: list[str]
     shares: list[float]
     chosen: float
@@ -92,6 +93,7 @@ class Said:
 class Inspection:
     """The pass that chose one token."""
 
+    id: int
     token: str
     context: str
     groups: list[str]
@@ -208,7 +210,8 @@ class Session:
         measured = step_statistics.Steps(every.transpose(0, 1))
         said = [self._said(g, x[1:], lane.ids[index]) for g, x in enumerate(states)]
         return Inspection(
-            token=lane.pieces[index], context="".join(lane.pieces[max(0, index - 12) : index]), groups=self.groups, taken=taken,
+            id=lane.ids[index], token=lane.pieces[index],
+            context="".join(lane.pieces[max(0, index - 12) : index]), groups=self.groups, taken=taken,
             path=torch.stack([points.float() for points in frame]), explained=[float(x) for x in frame.explained],
             norms=measured.norms.T, cosines=measured.cosines.T, accelerations=measured.accelerations.T, said=said,
         )  # fmt: skip
@@ -218,6 +221,6 @@ class Session:
         shares = torch.softmax(self.model.head(self.model.groups[group].leave(states.to(self.model.wte.weight.device))).float(), dim=-1)
         best = shares.topk(min(TOP, shares.shape[-1]), dim=-1)
         return [
-            Said([self.tokenizer.decode([t]) for t in tokens], values, float(shares[k, chosen]))
+            Said(tokens, [self.tokenizer.decode([t]) for t in tokens], values, float(shares[k, chosen]))
             for k, (tokens, values) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         ]

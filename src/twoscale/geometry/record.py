@@ -27,6 +27,7 @@ BLOCK_FLOATS = 1_000_000  # states of the tokens that statistics are taken of at
 ROUNDING = 1e-6  # steps below this share of the state are rounding: their direction is noise and is not counted
 LIMIT_LOOPS = 64
 LIMIT_SEQUENCES = 4
+LIMIT_FLOATS = 1 << 29  # entries of all states of these sequences
 
 
 class GeometryStats:
@@ -111,7 +112,8 @@ def measure(
 
 def measure_limit(model: LoopedGPT, ids: Tensor, loops: int = LIMIT_LOOPS, *, seed: int = 0, iterations: int = 60) -> list[dict[str, Any]]:
     """For each group, on a few sequences: distance to the state at step `loops`, its contraction rate, the spectral radius there."""
-    traced = trace(model, ids[:LIMIT_SEQUENCES], loops=loops, seed=seed)
+    floats = (loops + 1) * ids.shape[1] * model.config.n_embd * model.config.n_groups
+    traced = trace(model, ids[: max(1, min(LIMIT_SEQUENCES, LIMIT_FLOATS // floats))], loops=loops, seed=seed)
     records = []
     for g, x in enumerate(traced.states):
         x = x[:, traced.mask]

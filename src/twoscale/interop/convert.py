@@ -7,25 +7,28 @@ layers, which is exact at one loop.
 """
 
 import dataclasses
+import math
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from twoscale.config import DataConfig, ModelConfig, RunConfig, UserError, presets
+from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, UserError, presets
 from twoscale.config.files import fingerprint, make_folder, write_json
-from twoscale.config.serial import from_dict, read_json
+from twoscale.config.serial import from_dict, read_json, read_jsonl
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
-from twoscale.geometry.probe import GEOMETRY
+from twoscale.geometry.probe import GEOMETRY, write_record
 from twoscale.interop.load import find, load
 from twoscale.model import LoopedGPT
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.run import note_data
 
 SOURCE = "source.json"
+WINDOW = 1024  # tokens; a whole context of a published model would be gigabytes of states
 HELD_OUT = 0.5  # of the text, for a model that was not trained on it
 Inject = Literal["concat", "none"]
 
@@ -37,13 +40,18 @@ def convert(
     *,
     loops: int | None = None,
     inject: Inject = "concat",
+    block_size: int | None = None,
     data: DataConfig | None = None,
     data_dir: Path | None = None,
     progress: Progress = quiet,
 ) -> Path:
-    """Make the run and return its folder. Its held-out text is `data_dir`, or made from `data` (by default `builtin`)."""
+    """Make the run and return its folder: whole, or not at all.
+
+    Its held-out text is `data_dir`, or made from `data` (by default `builtin`). With rotary positions `block_size` may shorten the
+    context that is measured with (by default to 1024 tokens).
+    """
     folder = find(source)
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty: choose another --out")
     model, tokenizer = load(folder)
     if tokenizer is None:
@@ -54,22 +62,36 @@ def convert(
         raise UserError(f"{folder} is a plain model of {model.config.n_layer} layers: say which of them loop, for example --groups 4-7")
     elif loops is not None:
         model.config = dataclasses.replace(model.config, mean_loops=loops)
+    model.config = _shortened(model.config, block_size)
     made = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
     settings = made if data_dir is None else prepared_config(data_dir)
-    make_folder(out)
-    tokenizer.save(out)
-    if data_dir is None:
-        prepare(settings, out / "data", progress)
-    elif Tokenizer.load(data_dir).fingerprint != tokenizer.fingerprint:
+    if data_dir is not None and Tokenizer.load(data_dir).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data_dir} was made with another tokenizer than the model's: prepare the text with --tokenizer {folder}")
-    else:
-        note_data(out, data_dir)
-    config = RunConfig(name=out.resolve().name, model=model.config, data=settings, train=presets.small().train)
-    ckpt.save_config(out, config)
-    if (folder / GEOMETRY).exists():
-        shutil.copyfile(folder / GEOMETRY, out / GEOMETRY)
-    ckpt.save_checkpoint(out / "checkpoints", config, _progress(folder, bool(groups)), ckpt.model_tensors(model), {}, tokenizer)
-    write_json(out / SOURCE, {"path": str(folder.resolve()), "config": fingerprint(folder / ckpt.CONFIG)})
+    aside = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        make_folder(aside)
+        tokenizer.save(aside)
+        if data_dir is None:
+            prepare(settings, aside / "data", progress)
+        else:
+            note_data(aside, data_dir)
+        recipe = _recipe(folder)
+        config = RunConfig(name=out.resolve().name, model=model.config, data=settings, train=recipe or presets.small().train)
+        ckpt.save_config(aside, config)
+        reached = ckpt.Progress(0, 0, 0, 0) if groups else _progress(folder)
+        lines = [] if groups else [r for r in read_jsonl(folder / GEOMETRY) if r.get("step", math.inf) <= reached.step]
+        for record in lines:
+            write_record(aside, record)
+        ckpt.save_checkpoint(aside / "checkpoints", config, reached, ckpt.model_tensors(model), {}, tokenizer)
+        about = {"path": str(folder.resolve()), "config": fingerprint(folder / ckpt.CONFIG), "recipe": recipe is not None}
+        write_json(aside / SOURCE, about)
+        if out.exists():
+            out.rmdir()
+        os.rename(aside, out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return out
 
 
@@ -79,11 +101,39 @@ def converted_from(run: Path, source: str | Path) -> bool:
     return isinstance(noted, dict) and noted.get("config") == fingerprint(find(source) / ckpt.CONFIG)
 
 
-def _progress(folder: Path, changed: bool) -> ckpt.Progress:
-    """How far an exported model was trained; nothing is known of others, nor of what was made out of them."""
+def _shortened(config: ModelConfig, block_size: int | None) -> ModelConfig:
+    """A model with rotary positions may be measured on shorter windows than its context."""
+    if config.positions != "rotary":
+        if block_size is not None and block_size != config.block_size:
+            raise UserError("--block-size goes with rotary positions: a table of learned ones has its length")
+        return config
+    return dataclasses.replace(config, block_size=min(config.block_size, block_size or WINDOW))
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    """What an export notes of its training."""
     given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else {}
-    known = given.get("training") if isinstance(given, dict) and not changed else None
+    noted = given.get("training") if isinstance(given, dict) else None
+    return noted if isinstance(noted, dict) else {}
+
+
+def _progress(folder: Path) -> ckpt.Progress:
+    """How far a model was trained; nothing is known of other families."""
+    if (folder / "checkpoints").is_dir():
+        folder = ckpt.find_checkpoint(folder, None)
+    if (folder / ckpt.STATE).exists():
+        return ckpt.read_progress(folder)
+    known = _noted(folder).get("progress")
     return from_dict(ckpt.Progress, known, str(folder / ckpt.CONFIG)) if known is not None else ckpt.Progress(0, 0, 0, 0)
+
+
+def _recipe(folder: Path) -> TrainConfig | None:
+    """How a model was trained, where it says so."""
+    known = _noted(folder).get("recipe")
+    if known is not None:
+        return from_dict(TrainConfig, known, str(folder / ckpt.CONFIG))
+    ours = (folder / "checkpoints").is_dir() or (folder / ckpt.STATE).exists()
+    return ckpt.load_config(folder).train if ours else None
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from twoscale import __version__
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.serial import read_json, read_jsonl, to_dict
-from twoscale.geometry.probe import GEOMETRY
+from twoscale.geometry.probe import GEOMETRY, write_record
 from twoscale.report.verdict import recommend
 from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
@@ -33,6 +33,23 @@ from twoscale.interop.hf import TwoscaleConfig, TwoscaleForCausalLM
 
 __all__ = ["TwoscaleConfig", "TwoscaleForCausalLM"]
 '''
+
+TRANSFORMERS = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)  # needs the package twoscale
+batch = tokenizer(["The loop", "A state that"], return_tensors="pt", padding=True, return_token_type_ids=False)
+print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=32, loops={loops})))
+print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=32, exit="acceleration:0.05", loops=30)))
+"""
+OURS = """```python
+import twoscale
+
+model, tokenizer = twoscale.load("FOLDER")
+gen = twoscale.generate(model, [tokenizer.encode("The loop")], max_new_tokens=32, loops={loops}, temperature=0.7)
+print(tokenizer.decode(gen.tokens[0]))
+"""
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,13 +69,14 @@ def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Dtype = "
     tensors = {PREFIX + name: t.to(DTYPES[dtype]) for name, t in ckpt.model_tensors(model).items()}
     save_file(tensors, out / ckpt.MODEL, metadata={"format": "pt"})
     (out / ckpt.MODEL).chmod(0o644)  # as the files beside it: a model folder is for sharing
+    progress = ckpt.read_progress(folder)
     classes = {"AutoConfig": "modeling_twoscale.TwoscaleConfig", "AutoModelForCausalLM": "modeling_twoscale.TwoscaleForCausalLM"}
     write_json(
         out / ckpt.CONFIG,
         {
-            "model_type": "twoscale", "architectures": ["TwoscaleForCausalLM"], "auto_map": classes, "dtype": dtype,
+            "model_type": "twoscale", "architectures": ["TwoscaleForCausalLM"], "dtype": dtype, **({"auto_map": classes} if code else {}),
             "twoscale_version": __version__, "eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot,
-            "twoscale": to_dict(config.model), "training": to_dict(ckpt.read_progress(folder)),
+            "twoscale": to_dict(config.model), "training": {"progress": to_dict(progress), "recipe": to_dict(config.train)},
         },
     )  # fmt: skip
     write_json(out / "generation_config.json", {"eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot})
@@ -76,11 +94,13 @@ def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Dtype = "
         write_json(out / CALIBRATION, found | name_checkpoint(out))
         if (run / CONTROLLER).exists():
             shutil.copyfile(run / CONTROLLER, out / CONTROLLER)
-    if (run / GEOMETRY).exists():
-        shutil.copyfile(run / GEOMETRY, out / GEOMETRY)
+    if records := [r for r in read_jsonl(run / GEOMETRY) if r["step"] <= progress.step]:
+        (out / GEOMETRY).unlink(missing_ok=True)
+        for record in records:
+            write_record(out, record)
     if code:
         _text(out / "modeling_twoscale.py", CODE)
-    _text(out / "README.md", card(run, folder, config, sum(t.numel() for t in tensors.values())))
+    _text(out / "README.md", card(run, folder, config, sum(t.numel() for t in tensors.values()), code))
     return out
 
 
@@ -95,7 +115,7 @@ def _text(path: Path, text: str) -> None:
         f.write(text.encode())
 
 
-def card(run: Path, folder: Path, config: RunConfig, parameters: int) -> str:
+def card(run: Path, folder: Path, config: RunConfig, parameters: int, code: bool = True) -> str:
     """The model card: what it is, how it was trained, what was measured."""
     m, t, progress = config.model, config.train, ckpt.read_progress(folder)
     groups = ", ".join("-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in m.groups) or "none"
@@ -107,7 +127,7 @@ def card(run: Path, folder: Path, config: RunConfig, parameters: int) -> str:
         ("validation loss", "not measured" if progress.val_loss is None else f"{progress.val_loss:.4f} nats a token"),
     ]
     measured = read_json(run / "evaluation.json") if (run / "evaluation.json").exists() else {}
-    if measured.get("checkpoint") == folder.name:
+    if measured.get("weights") == name_checkpoint(folder)["weights"]:
         loops = measured.get("cross_entropy_by_loops", {})
         rows.append(("held-out loss by loops", ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
@@ -116,8 +136,9 @@ def card(run: Path, folder: Path, config: RunConfig, parameters: int) -> str:
     if sweep is not None and sweep.header.get("weights") == name_checkpoint(folder)["weights"]:
         advice = f"\n## Leaving early\n\n{recommend(sweep)[1]}\n"
     steps = len(read_jsonl(run / "metrics.jsonl"))
+    usage = (TRANSFORMERS if code else OURS).format(loops=m.mean_loops)
     return f"""---
-library_name: transformers
+library_name: {"transformers" if code else "twoscale"}
 tags: [looped-transformer, recurrent-depth, early-exit, twoscale]
 ---
 
@@ -129,15 +150,7 @@ A looped (recurrent-depth) language model, trained with `twoscale` {__version__}
 |---|---|
 {table}
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)  # needs the package twoscale
-batch = tokenizer(["The loop", "A state that"], return_tensors="pt", padding=True, return_token_type_ids=False)
-print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=32, loops={m.mean_loops})))
-print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=32, exit="acceleration:0.05", loops=30)))
-```
+{usage}```
 {advice}
 ## How it was made
 

@@ -48,7 +48,7 @@ class HarnessModel(TemplateLM):
         return self.own_tokenizer.eot
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        return self.own_tokenizer.encode(string)
+        return self.own_tokenizer.encode(string, special=add_special_tokens is not False)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **ignored: Any) -> list[tuple[float, bool]]:
         """For each (_, context, continuation): log p(continuation | context), and whether it is what greedy decoding would write.
@@ -81,7 +81,10 @@ class HarnessModel(TemplateLM):
         for request in requests:
             (text,) = request.args
             windows = get_rolling_token_windows(
-                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.room, context_len=1
+                token_list=self.tok_encode(text, add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.room,
+                context_len=1,
             )
             pieces = [(("", ""), *make_disjoint_window(pair)) for pair in windows]
             totals.append(sum(value for value, _ in self._loglikelihood_tokens(pieces)))

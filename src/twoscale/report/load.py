@@ -29,6 +29,8 @@ class RunFiles:
     """sweep.jsonl, where there is one."""
     calibration: dict[str, Any] | None = None
     """calibration.json, where there is one."""
+    recipe: bool = True
+    """Whether the config tells how the model was trained; a converted one's may not."""
     samples: dict[str, Any] | None = None
     """samples.json: texts that the model wrote with a rule, where they are of the checkpoint that was swept."""
 
@@ -44,8 +46,14 @@ class RunFiles:
     @property
     def trained_by(self) -> str:
         """How the model was trained; every figure says it."""
-        c = self.config.train
-        return f"{self.config.name}, {c.optimizer}, step {self.last['step']}"
+        return f"{self.config.name}, {self.config.train.optimizer if self.recipe else 'made elsewhere'}, step {self.last['step']}"
+
+    @property
+    def training(self) -> str:
+        """The same in a sentence."""
+        if not self.recipe:
+            return "made elsewhere (its training is not known here)"
+        return f"trained with {self.config.train.optimizer} for {self.last['step']} steps ({self.last['trained_tokens']:,} tokens)"
 
 
 def load_run(folder: Path) -> RunFiles:
@@ -56,6 +64,9 @@ def load_run(folder: Path) -> RunFiles:
     geometry = _lines(folder / "geometry.jsonl")
     if any(not {"step", "groups", "boundaries", "tokens"} <= set(record) for record in geometry):
         raise UserError(f"{folder / 'geometry.jsonl'} holds lines that are no measurements: remove them or measure again")
+    for record in geometry:
+        if not all(isinstance(value, int) for value in (record["step"], record["tokens"], *(g.get("loops") for g in record["groups"]))):
+            raise UserError(f"{folder / 'geometry.jsonl'} holds lines that are no measurements: remove them or measure again")
     if not geometry:
         raise UserError(f"{folder} has no geometry.jsonl: run `twoscale trace {folder}` first")
     sweep, calibration = read_sweep(folder / SWEEP), read_calibration(folder / CALIBRATION)
@@ -70,6 +81,7 @@ def load_run(folder: Path) -> RunFiles:
         _optional(folder / "evaluation.json"),
         sweep,
         calibration,
+        (_optional(folder / "source.json") or {}).get("recipe", True) is True,
         _samples(folder, sweep),
     )
 

@@ -6,7 +6,6 @@ The page opens from disk and asks the network for nothing: plotly's script is in
 import html
 import json
 import platform
-import re
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -49,22 +48,18 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
     out = make_folder(out or default)
     parts = []
     for i, run in enumerate(runs):
-        place = Path("figures") / _anchor(run) if len(runs) > 1 else Path("figures")
+        mark = f"r{i}-" if len(runs) > 1 else ""
+        place = Path("figures") / f"run-{i + 1}" if len(runs) > 1 else Path("figures")
         names = draw_all(run, make_folder(out / place))
-        parts.append(_part(run, names, place.as_posix(), f"r{i}-" if len(runs) > 1 else ""))
+        parts.append(_part(run, names, place.as_posix(), mark))
     with atomic_write(out / "index.html") as f:
         f.write(_page(runs, parts).encode())
     return out / "index.html"
 
 
-def _anchor(run: RunFiles) -> str:
-    """A run's name as a file name and a link."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", str(run.config.name)) or "run"
-
-
 def _page(runs: list[RunFiles], parts: list[str]) -> str:
     """Everything in one file: style, plotly's script, the runs one after the other."""
-    names = ", ".join(str(run.config.name) for run in runs)
+    names = ", ".join(_names(runs))
     title = html.escape(f"{names}: {'loops and exits' if any(run.sweep for run in runs) else 'loop geometry'}")
     body = _overview(runs) + "".join(parts) if len(runs) > 1 else parts[0]
     return (
@@ -74,20 +69,23 @@ def _page(runs: list[RunFiles], parts: list[str]) -> str:
     )
 
 
+def _names(runs: list[RunFiles]) -> list[str]:
+    """What each run is called; where two have one name, their folders tell them apart."""
+    names = [str(run.config.name) for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({run.folder.name})" for name, run in zip(names, runs, strict=True)]
+
+
 def _overview(runs: list[RunFiles]) -> str:
     """Several runs at a glance."""
-    rows = []
-    for run in runs:
+    rows, names = [], [html.escape(name) for name in _names(runs)]
+    for i, run in enumerate(runs):
         claims = judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
-        found = " ".join(
-            f"<span class='{c.outcome}' title='{html.escape(c.text)}'>{c.letter}&nbsp;{MARKS[c.outcome]}</span>" for c in claims
-        )
+        found = " ".join(_mark(c) for c in claims)
         advice = recommend(run.sweep, run.calibration)[0] if run.sweep is not None else "not swept"
-        name = html.escape(str(run.config.name))
-        rows.append(f"<tr><td><a href='#{_anchor(run)}'>{name}</a></td><td>{html.escape(advice)}</td><td>{found}</td></tr>")
+        rows.append(f"<tr><td><a href='#r{i}-top'>{names[i]}</a></td><td>{html.escape(advice)}</td><td>{found}</td></tr>")
     head = "<tr><th>model</th><th>what to use, and what it saves</th><th>the paper's claims</th></tr>"
     return (
-        f"<h1>Loops and exits of {html.escape(' and '.join(str(run.config.name) for run in runs))}</h1>"
+        f"<h1>Loops and exits of {' and '.join(names)}</h1>"
         f"<div class='scroll'><table class='claims'>{head}{''.join(rows)}</table></div>"
         f"<p class='soft'>{', '.join(f'{mark} {word}' for word, mark in MARKS.items())}; each claim and its rule below.</p>"
     )
@@ -101,7 +99,7 @@ def _part(run: RunFiles, names: list[str], figures: str, prefix: str) -> str:
     """All of one run."""
     claims = judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
     head, words = recommend(run.sweep, run.calibration) if run.sweep is not None else ("", "")
-    body = [_headline(run, claims, head)]
+    body = [_headline(run, claims, head, prefix)]
     for name in names:
         heading, caption = CAPTIONS[name]
         links = f'<a href="{figures}/{name}.png">PNG</a>, <a href="{figures}/{name}.pdf">PDF</a>'
@@ -128,16 +126,16 @@ def _verdicts(figure: str, claims: list[Claim]) -> str:
     return "".join(f"Claim ({c.letter}): {html.escape(c.text)} <span class='outcome {c.outcome}'>{c.outcome}</span>. " for c in told)
 
 
-def _headline(run: RunFiles, claims: list[Claim], recommendation: str) -> str:
+def _headline(run: RunFiles, claims: list[Claim], recommendation: str, prefix: str) -> str:
     m, last = run.config.model, run.last
     verdicts = ", ".join(f"group {g['name']} is {g['verdict']} ({g['verdict_shares'][g['verdict']]:.0%} of tokens)" for g in last["groups"])
     found = "; ".join(f"({c.letter}) <span class='{c.outcome}'>{c.outcome}</span>" for c in claims)
     advice = f"<p class='advice'>{html.escape(recommendation)}</p>" if recommendation else ""
     return (
-        f"<h1 id='{_anchor(run)}'>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
+        f"<h1 id='{prefix}top'>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
         f"<p class='soft'>{m.n_layer} layers of width {m.n_embd}, loop groups {html.escape(', '.join(run.names))}, r = {m.mean_loops}, "
-        f"trained with {run.config.train.optimizer} for {last['step']} steps ({last['trained_tokens']:,} tokens); "
-        f"measured on {last['tokens']:,} held-out tokens, {last['groups'][0]['loops']} loop steps.</p>"
+        f"{html.escape(run.training)}; "
+        f"measured on {int(last['tokens']):,} held-out tokens, {int(last['groups'][0]['loops'])} loop steps.</p>"
         f"{advice}<p>At the last checkpoint {html.escape(verdicts)}. The paper's claims: {found}.</p>"
     )
 

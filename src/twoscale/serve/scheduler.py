@@ -5,7 +5,8 @@ Two policies over the same rows:
     lockstep   all rows of a round are at the same stage; requests join and leave at token boundaries
     depth      every call takes the rows that wait at one stage, whatever their request and their depth in the loop
 
-Which is quicker depends on what a call costs with few and with many rows, so it is to be measured. What a request gets never depends on who else is served: rows see their own sequence alone, and the kernels sum in one order.
+Which is quicker depends on what a call costs with few and with many rows, so it is to be measured. What a request gets never
+depends on who else is served: rows see their own sequence alone, and the kernels sum in one order.
 """
 
 import threading
@@ -218,6 +219,12 @@ class Scheduler:
 
     def submit(self, job: Job) -> None:
         """Put a job at the end of the queue; UserError where it can never be served."""
+        self.check(job)
+        with self._lock:
+            self.waiting.append(job)
+
+    def check(self, job: Job) -> None:
+        """UserError where a job can never be served."""
         config = self.model.config
         if not job.prompt or job.most < 1 or job.capacity > config.block_size:
             raise UserError(
@@ -225,8 +232,6 @@ class Scheduler:
             )
         if self._bytes(job) > self.cache_bytes:
             raise UserError("this request needs more memory for keys and values than there is: ask for fewer tokens or loops")
-        with self._lock:
-            self.waiting.append(job)
 
     def _bytes(self, job: Job) -> int:
         return job.capacity * bytes_per_token(self.model.config, job.settings.loops, job.settings.kv)

@@ -33,9 +33,10 @@ def start_run(
     checkpoint: str | None = None,
     progress: Progress = quiet,
     probes: Sequence[Probe] = (),
-    init: LoopedGPT | None = None,
+    init: tuple[LoopedGPT, Tokenizer | None] | None = None,
 ) -> TrainResult:
     """Train in the folder `run`, from its newest checkpoint if it has one, else from the weights of `init`, else from fresh ones.
+    A model with a tokenizer wants shards that were made with it.
 
     Shards are made in RUN/data unless `data` is given.
     """
@@ -48,11 +49,11 @@ def start_run(
         error = None
         if world.main:
             try:
-                _open_folder(config, run, data, progress)
+                _open_folder(config, run, data, progress, None if init is None else init[1])
             except UserError as problem:
                 error = str(problem)
         world.agree(error)
-        trainer = Trainer(config, run, data, world, checkpoint, probes, init)
+        trainer = Trainer(config, run, data, world, checkpoint, probes, None if init is None else init[0])
         if world.main:
             print(describe(trainer, world), file=sys.stderr, flush=True)
         return trainer.train()
@@ -72,7 +73,7 @@ def find_data(run: Path, given: Path | None) -> Path:
     return Path(noted["path"])
 
 
-def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress) -> None:
+def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress, wanted: Tokenizer | None) -> None:
     """Everything about the folder that must be right before a model is built; nothing of an existing run is lost."""
     make_folder(run)
     trained = bool(ckpt.list_checkpoints(run / "checkpoints"))
@@ -85,6 +86,8 @@ def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress) -
     tokenizer = Tokenizer.load(data)
     if trained and (run / "tokenizer.json").exists() and Tokenizer.load(run).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data} was made with another tokenizer than the run in {run}: give the run's own shards with --data-dir")
+    if wanted is not None and wanted.fingerprint != tokenizer.fingerprint:
+        raise UserError(f"{data} was made with another tokenizer than the model that training starts from: prepare the text with its own")
     ckpt.save_config(run, config)
     tokenizer.save(run)
     if data != run / "data":

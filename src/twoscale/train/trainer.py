@@ -105,6 +105,7 @@ class Trainer:
             ckpt.load_weights(self.model, ckpt.read_tensors(source / ckpt.MODEL), source / ckpt.MODEL)
         elif init is not None:
             ckpt.load_weights(self.model, ckpt.model_tensors(init), Path("--init"))
+        self.given = init is not None and source is None
         self.compiled = self.progress.step < c.steps and compile_blocks(self.model, c, world, self.micro)
         self.wrapped = distribute(self.model, c, world)
         self.optimizers = build_optimizers(self.model, c)
@@ -137,6 +138,8 @@ class Trainer:
         metrics = Metrics(self.run, self.config, self.progress.step) if world.main else None
         line = ProgressLine(self.progress.step, c.steps, self.config.name) if world.main else None
         stopped = False
+        if self.given:
+            self.save()  # a run that is killed early must not go on from fresh weights
         probed = self._probe() if self.progress.step == 0 else 0.0
         try:
             with Interrupts().installed() as interrupts:
