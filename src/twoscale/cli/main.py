@@ -21,6 +21,7 @@ COMMANDS = {
     "calibrate": "find a threshold for each group, with a bound on what it costs",
     "generate": "write text, each token leaving the loops on its own",
     "explore": "a live page: watch the text stream, look into the loops of every token",
+    "serve": "completions over HTTP for OpenAI's clients, requests batched by depth",
     "convert": "make a run of a model that came from elsewhere, or a looped model of a plain one",
     "export": "write the model as a folder that transformers opens",
     "report": "write RUN/report/index.html: figures, tables, the claims and their verdicts",

@@ -39,8 +39,8 @@ class Job:
     stream: int = 0
     """Tells texts apart that share a prompt and a seed."""
     told: Callable[["Job"], Any] | None = None
-    logprobs: int = 0
-    """How many likely tokens to note beside each new one."""
+    logprobs: int | None = None
+    """How many likely tokens to note beside each new one, whose own log-probability is then noted too."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[tuple[int, ...]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Job:
             self.finish, self.error = "error", "the model gave logits that are not finite"
             return
         token = self.sampling.choose(logits, self.stream, len(self.tokens))
-        if self.logprobs:
+        if self.logprobs is not None:
             told = logits.log_softmax(dim=-1)
             best = told.topk(min(self.logprobs, len(told)))
             pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))

@@ -1,0 +1,67 @@
+"""`twoscale serve MODEL --port 8000`: completions over HTTP, as OpenAI's clients expect them.
+
+twoscale serve bundled --port 8000
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from twoscale.cli.parse import parse, say
+from twoscale.config import UserError
+
+
+@dataclass(frozen=True)
+class ServeArgs:
+    """Serve /v1/completions, /v1/models, /health and /metrics; requests share the engine's calls and leave loops on their own."""
+
+    model: Annotated[str, tyro.conf.Positional] = "bundled"
+    """A run, a checkpoint, an export, a Huginn or Ouro folder, or the bundled model."""
+    host: str = "127.0.0.1"
+    """Address to listen on; by default this machine alone can reach it."""
+    port: int = 8000
+    """Port; 0 takes a free one."""
+    policy: Literal["auto", "lockstep", "depth"] = "auto"
+    """How requests share calls; auto measures what a call costs with few and with many rows, and chooses."""
+    rows: int = 32
+    """Requests that are served at a time."""
+    cache_mb: int = 1024
+    """Memory for keys and values."""
+    queue: int = 256
+    """Requests that may wait; more are told to come back (429)."""
+    seconds: float = 120.0
+    """After so long a request is given up."""
+    key_env: str = "TWOSCALE_API_KEY"
+    """Environment variable with the API key; no key is asked for where it is not set."""
+
+
+def run(args: list[str]) -> int:
+    given = parse(ServeArgs, args, "twoscale serve")
+    if not 0 <= given.port <= 65535 or min(given.rows, given.cache_mb, given.queue) < 1 or not 0 < given.seconds <= 86_400:
+        raise UserError("--port lies between 0 and 65535, --rows, --cache-mb and --queue are at least 1, --seconds at most a day")
+    try:
+        import uvicorn
+
+        from twoscale.serve.app import Limits, Server, create_app
+    except ModuleNotFoundError as error:
+        raise UserError(f"serving needs {error.name}: pip install 'twoscale[serve]'") from None
+    from twoscale.cli.explore import open_session
+    from twoscale.serve.choose import choose_policy
+    from twoscale.serve.scheduler import Scheduler
+
+    session = open_session(given.model)
+    policy, why = choose_policy(session.model, given.rows) if given.policy == "auto" else (given.policy, given.policy)
+    scheduler = Scheduler(session.model, policy, rows=given.rows, cache_bytes=given.cache_mb << 20)
+    limits = Limits(seconds=given.seconds, queue=given.queue)
+    key = os.environ.get(given.key_env) or None
+    server = Server(session.model, session.tokenizer, session.name, scheduler, calibrated=session.calibrated, limits=limits, key=key)
+    say(f"policy: {why}")
+    config = uvicorn.Config(
+        create_app(server), host=given.host, port=given.port, log_level="warning", timeout_graceful_shutdown=int(given.seconds) + 1
+    )
+    listening = config.bind_socket()
+    say(f"http://{given.host}:{listening.getsockname()[1]}/v1")
+    uvicorn.Server(config).run(sockets=[listening])
+    return 0
