@@ -47,3 +47,13 @@ def test_family_computes_the_same() -> None:
     assert torch.allclose(plain, twoscale.forward(model, [ids], loops=6).logits[0], atol=1e-4)
     result = bench_family(dataclasses.replace(config, block_size=24), 3, 16, 1)
     assert result.ours > 0 and result.straightforward > 0
+
+
+def test_serve(cli: CommandLine) -> None:
+    """Every way of serving is in the answer, over HTTP too."""
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
+    code, out, err = cli("bench", "serve", "--preset", "nano", "--requests", 6, "--clients", 3)
+    assert code == 0, err
+    for word in ("one request after another", "batches that wait", "lockstep, with exits", "depth, all 12 loops", "over HTTP", "tokens/s"):
+        assert word in out, word
+    assert cli("bench", "serve", "--requests", 2, "--clients", 3)[0] == 2

@@ -1,4 +1,4 @@
-"""`twoscale bench train | trace | decode`: speed on this machine, as ratios within one run."""
+"""`twoscale bench train | trace | decode | serve`: speed on this machine, as ratios within one run."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 from twoscale.cli.parse import parse
 from twoscale.config import UserError, presets
 
-KINDS = ("train", "trace", "decode")
+KINDS = ("train", "trace", "decode", "serve")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,18 @@ class BenchDecodeArgs:
     """Instead: a published layout (6.7M parameters, random weights) beside a straightforward loop with a list of keys and values."""
 
 
+@dataclass(frozen=True)
+class BenchServeArgs:
+    """The same load served one after another, in batches that wait, and by both policies with and without exits; one run."""
+
+    preset: Literal["nano", "tiny", "small", "paper"] = "paper"
+    """Which model to serve, with random weights."""
+    requests: int = 64
+    """Requests in all."""
+    clients: int = 32
+    """Clients that ask at a time."""
+
+
 def run(args: list[str]) -> int:
     if args and args[0] in ("-h", "--help"):
         print(f"usage: twoscale bench {' | '.join(KINDS)} [options]\n\n`twoscale bench train --help` lists the options of one bench.")
@@ -65,6 +77,8 @@ def run(args: list[str]) -> int:
         return _decode(decode) if decode.family is None else _family(decode)
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
+    if args[0] == "serve":
+        return _serve(parse(BenchServeArgs, args[1:], "twoscale bench serve"))
     return _train(parse(BenchTrainArgs, args[1:], "twoscale bench train"))
 
 
@@ -146,6 +160,30 @@ def _decode(args: BenchDecodeArgs) -> int:
     table = b.cache_table(config, args.loops)
     for kv, size in table.items():
         print(f"  {kv:<12}{size:10,} {size / table['plain GPT']:7.2f}x")
+    return 0
+
+
+def _serve(args: BenchServeArgs) -> int:
+    try:
+        import httpx  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"this bench needs {error.name}: pip install 'twoscale[serve]' httpx") from None
+    from twoscale.bench.serve import LEAST, LOOPS, Load, bench_serve
+    from twoscale.data.tokenizer import byte_tokenizer
+    from twoscale.model import LoopedGPT
+
+    if not 1 <= args.clients <= args.requests <= 10_000:
+        raise UserError("--clients is at least 1 and at most --requests, which is at most 10000")
+    model = LoopedGPT(presets.get(args.preset).model).eval()
+    print(f"preset {args.preset}, {args.requests} requests, {args.clients} clients, depths spread over {LEAST} to {LOOPS}")
+    found = bench_serve(model, Load(args.requests, args.clients), byte_tokenizer(), print)
+    http = next(name for name in found if name.endswith("over HTTP"))
+    best = found[http.removesuffix(", over HTTP")]
+    print(f"\nbeside batches that wait {best.rate / found['batches that wait'].rate:.2f}x", end=", ")
+    print(f"beside one request after another {best.rate / found['one request after another'].rate:.2f}x")
+    over = found[http]
+    print(f"scheduling and HTTP: {over.seconds / over.engine - 1:.1%} of the time of the engine's calls")
     return 0
 
 

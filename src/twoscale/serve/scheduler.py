@@ -38,7 +38,7 @@ class Counters:
     """What has been done so far."""
 
     calls: int = 0
-    """Calls of a stage, or of one step of a loop."""
+    """Steps of loops that rows took together (by depth: and passes of plain stages)."""
     rows: int = 0
     """Rows in all these calls."""
     tokens: int = 0
@@ -74,7 +74,7 @@ class Lockstep:
             feeds.append((job, (ALONE, job.cache, new)))
         before = sum(self.engine.work)
         x, steps = self.engine.run([feed for _, feed in feeds])
-        counters.calls += 1
+        counters.calls += int(steps.max(dim=0).values.sum()) if steps.numel() else 1
         counters.rows += sum(self.engine.work) - before
         ends = list(accumulate(len(feed[2]) for _, feed in feeds))
         firsts = [0, *ends[:-1]]
