@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from conftest import CommandLine
+from twoscale.cli.reproduce import EFFORTS, Effort
 from twoscale.report.claims import judge
 from twoscale.report.load import load_run
+from twoscale.report.page import write_report
 from twoscale.report.verdict import judge_exits
 
 NANO = (
@@ -42,6 +44,24 @@ def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
         and "already written" in err
     )
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+
+
+def test_two_models(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make reproduce` does, in small: one run is trained, the bundled one measured, one page shows both; again it only prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(
+        EFFORTS, "quick", Effort(loops=3, windows=2, rounds=1, controller=False, calibration_windows=3, evaluation_windows=2)
+    )
+    code, out, err = cli(*NANO, "--with-bundled")
+    assert code == 0 and "report    runs/report/index.html" in out, err
+    page = (tmp_path / "runs" / "report" / "index.html").read_text()
+    assert "Loops and exits of bundled and nano" in page and "id='r0-top'" in page and "id='r1-step_norms-0'" in page
+    assert page.count("What it writes") == 2 and (tmp_path / "runs" / "report" / "figures" / "run-2" / "step_norms.png").exists()
+    assert len(page) < 8_000_000
+    code, again, err = cli(*NANO, "--with-bundled")
+    assert code == 0 and again == out and "already written" in err
+    twice = write_report(tmp_path / "runs" / "nano", tmp_path / "runs" / "nano", out=tmp_path / "twice").read_text()
+    assert "nano (nano)" in twice and "figures/run-1/" in twice and "figures/run-2/" in twice
 
 
 @pytest.mark.timeout(1800)  # three minutes of training, and a busy machine may take thrice that
