@@ -13,7 +13,7 @@ reproduce: $(VENV)/.core
 
 # Two files of tests at a time; threads that wait sleep, so that they do not get in each other's way.
 test: $(VENV)/.test
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("twoscale needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'

@@ -17,6 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file comes first, so that it does not run alone at the end where two files run at a time."""
+    items.sort(key=lambda item: "test_reproduce" not in item.nodeid)
+
+
 @pytest.fixture(autouse=True)
 def _two_threads() -> None:
     torch.set_num_threads(2)

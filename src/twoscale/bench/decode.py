@@ -82,10 +82,10 @@ class Steps:
                 parts = [part_of(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
                 places = torch.arange(len(parts))
                 loop = Loop(self.engine, stage)
+                loop.admit(Rows(parts, torch.stack((torch.full_like(places, self.context), places, places)), self.engine.library), self.e)
                 if looks is not None:
                     assert loop.watch is not None
                     loop.watch.look = _noted(loop.watch.look, looks)  # type: ignore[method-assign]
-                loop.admit(Rows(parts, torch.stack((torch.full_like(places, self.context), places, places)), self.engine.library), self.e)
                 while len(loop):
                     loop.advance()
 
