@@ -340,12 +340,20 @@ static void look_twice(int D, int first_end, int end, const float *a, const floa
     }
 }
 
-/* Attention of n rows of any sequences: rows store their keys and values, and each sees its sequence s = owner[t] up to its
- * position. keys[s] and values[s] point at (J, room[s], D); q, k, v have row strides; scores holds 2 * threads * longest floats. */
-void attend(int threads, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row,
-            long v_row, const int64_t *owner, float **keys, float **values, const int64_t *room, const int64_t *position,
-            long longest, float *scores, float *out) {
-    TEAM
+/* Where n rows of any sequences store their keys and values, and what they see: row t is at position[t] of sequence s = owner[t], whose
+ * keys[s] and values[s] point at (J, room[s], D); no position is `longest` or beyond. */
+typedef struct {
+    const int64_t *owner, *room, *position;
+    float **keys, **values;
+    int64_t longest;
+} Seen;
+
+/* Attention, one thread's part: rows store their keys and values, and each sees its sequence up to its position. q, k, v have row
+ * strides; scores holds 2 * parts * longest floats. */
+static void attention(int part, int parts, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row,
+                      long v_row, const Seen *seen, float *scores, float *out) {
+    const int64_t *owner = seen->owner, *room = seen->room, *position = seen->position;
+    float **keys = seen->keys, **values = seen->values;
     for (int t = part; t < n; t += parts)
         for (int j = 0; j < J; j++) {
             long s = owner[t], at = (j * room[s] + position[t]) * D;
@@ -353,7 +361,7 @@ void attend(int threads, int n, int H, int J, int D, const float *q, const float
             memcpy(values[s] + at, v + t * v_row + (long)j * D, D * sizeof(float));
         }
     TOGETHER
-    float *score = scores + 2 * part * longest;
+    float *score = scores + 2 * part * seen->longest;
     for (int u = part; u < (n + 1) / 2 * H; u += parts) { /* two rows at a time, where they are of one sequence */
         int h = u % H;
         for (int t = u / H * 2; t < n && t < u / H * 2 + 2; t++) {
@@ -362,12 +370,19 @@ void attend(int threads, int n, int H, int J, int D, const float *q, const float
             float *y = out + ((long)t * H + h) * D;
             if (t % 2 == 0 && t + 1 < n && owner[t + 1] == s && position[t + 1] > position[t]) {
                 look_twice(D, (int)position[t] + 1, (int)position[t + 1] + 1, query, query + q_row, keys[s] + head, values[s] + head,
-                           score, score + longest, y, y + (long)H * D);
+                           score, score + seen->longest, y, y + (long)H * D);
                 break;
             }
             look(D, (int)position[t] + 1, query, keys[s] + head, values[s] + head, score, y);
         }
     }
+}
+
+/* Attention by itself; see above. */
+void attend(int threads, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row, long v_row,
+            const Seen *seen, float *scores, float *out) {
+    TEAM
+    attention(part, parts, n, H, J, D, q, k, v, q_row, k_row, v_row, seen, scores, out);
     END
 }
 
@@ -435,16 +450,13 @@ void measure(int threads, int n, int C, const float *before, const float *after,
     END
 }
 
-/* A block on n rows, each the only one of its sequence: its key and value are stored at its position, and it sees all up to there.
- *
- * keys[t] and values[t] point at (J, room[t], D); cos and sin are (n, D) or null; work holds
- * n * (3 C + (2 H + 2 J) D + H longest + U) floats, where U is M, or 2 M for a gated MLP. */
-void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, float **keys, float **values,
-           const int64_t *room, const int64_t *position, long longest, float *work, float *out) {
+/* A block on n rows of any sequences. cos and sin are (n, D) or null; work holds n * (3 C + (2 H + 2 J) D + U) + 2 threads longest floats,
+ * where U is M, or 2 M for a gated MLP. */
+void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const Seen *seen, float *work, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M, O = (H + 2 * J) * D, A = H * D, U = b->gated ? 2 * M : M;
     float *normed = work, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
     int next[4] = {0, 0, 0, 0};
-    float *attended = heads + (long)n * O, *scores = attended + (long)n * A, *hidden = scores + n * H * longest;
+    float *attended = heads + (long)n * O, *hidden = attended + (long)n * A, *scores = hidden + (long)n * U;
     TEAM
     for (int t = part; t < n; t += parts) norm(C, x + (long)t * C, b->gain1, b->eps, normed + (long)t * C);
     TOGETHER
@@ -454,15 +466,7 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
         for (int t = part; t < n; t += parts) turn(b, cos ? cos + (long)t * D : 0, sin ? sin + (long)t * D : 0, heads + (long)t * O);
         TOGETHER
     }
-    for (int u = part; u < n * J; u += parts) {
-        int t = u / J, j = u % J;
-        const float *row = heads + (long)t * O;
-        float *ks = keys[t] + j * room[t] * D, *vs = values[t] + j * room[t] * D;
-        memcpy(ks + position[t] * D, row + (long)(H + j) * D, D * sizeof(float));
-        memcpy(vs + position[t] * D, row + (long)(H + J + j) * D, D * sizeof(float));
-        for (int h = j * (H / J); h < (j + 1) * (H / J); h++)
-            look(D, (int)position[t] + 1, row + h * D, ks, vs, scores + ((long)t * H + h) * longest, attended + (long)t * A + h * D);
-    }
+    attention(part, parts, n, H, J, D, heads, heads + (long)H * D, heads + (long)(H + J) * D, O, O, O, seen, scores, attended);
     TOGETHER
     matrix(n, A, C, b->out, attended, A, branch, C, &next[1]);
     TOGETHER

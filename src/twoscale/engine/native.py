@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 16
-"""Up to so many rows the kernels are quicker than torch's operators (measured: 2 cores, AVX2, widths 256 and 768)."""
+ROWS = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 512
+"""Up to so many rows the kernels are used. With vectors of 8 they are quicker than torch's operators for as many (measured: 2 cores, AVX2,
+width 768: 1.1x at 512 rows, 1.4x at 32, 2x at 6). Operators with vectors of 16 were not at hand: there only few rows are sure to be."""
 
 PANEL = 16
 HUGE = 2 << 20
+_SOFT = 1  # omp_pause_soft
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
@@ -36,9 +38,9 @@ _SIGNATURES = {
     "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
     "joins": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "norms": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
-    "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 5 + [_LONG] + [_PTR] * 2,
+    "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
     "measure": [_INT] * 3 + [_PTR] * 4,
-    "block": [_INT] * 2 + [_PTR] * 8 + [_LONG] + [_PTR] * 2,
+    "block": [_INT] * 2 + [_PTR] * 7,
 }
 
 
@@ -49,6 +51,15 @@ class BlockWeights(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("C", "H", "J", "D", "M", "gated", "on_sum")),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("gain1", "qkv", "qk_bias", "out", "gain2", "gain3", "up", "down", "gain4")),
+    )
+
+
+class Seen(ctypes.Structure):
+    """Where rows store their keys and values, as native.c has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("owner", "room", "position", "keys", "values")),
+        ("longest", ctypes.c_int64),
     )
 
 
@@ -65,6 +76,16 @@ def native() -> Any | None:
         return library if _right(library) else None
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
+
+
+def release_threads() -> None:
+    """Let go the helpers that OpenMP keeps for the thread that calls this, which is done with computing.
+
+    Every thread that computes gets helpers of its own, and once a process has more of them than cores they all sleep instead of waiting
+    actively: a server whose scheduler was not the first thread to compute took a quarter longer.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).omp_pause_resource_all(_SOFT)
 
 
 def panels(weight: Tensor) -> Tensor:

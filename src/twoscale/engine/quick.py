@@ -3,7 +3,7 @@
 The copy shares the model's parameters and its code; only linear maps, norms and blocks are swapped for modules that
 compute the same in less time. `kernels` says with what:
 
-    auto    few rows: the C kernels of native.c, where they could be built; more rows: as `packed`
+    auto    up to some hundred rows: the C kernels of native.c, where they could be built; more rows: as `packed`
     packed  weights packed once for oneDNN, by the operators that torch's own compiler uses; small matrices as `plain`
     plain   F.linear everywhere
 
@@ -134,12 +134,12 @@ class QuickMLP(nn.Module):
 
 
 class QuickBlock(nn.Module):
-    """A block whose rows go through one fused C call where each is the only one of its sequence; others go the ordinary way."""
+    """A block whose rows go through one fused C call; whole sequences go the ordinary way."""
 
     def __init__(self, block: Block, ordinary: Block, library: Any) -> None:
         super().__init__()
         self.block, self.ordinary, self.library = [block], ordinary, library  # in a list: it is not a child
-        self.on_sum, self.eps, self.heads = block.on_sum, block.norm1.eps, block.attn.heads
+        self.on_sum, self.eps = block.on_sum, block.norm1.eps
         self.gains = [norm.weight.data_ptr() if isinstance(norm, RMSNorm) else None for norm in (block.norm2, block.norm3, block.norm4)]
         self.address: int | None = None
 
@@ -157,18 +157,13 @@ class QuickBlock(nn.Module):
         return self.address
 
     def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
-        if not isinstance(attend, RowAttention) or not attend.rows.alone:
+        if not isinstance(attend, RowAttention) or not attend.rows.native:
             return self._many(x, rope, attend)
-        rows, address = attend.rows, self.address or self._open()
-        n, longest = len(rows), rows.longest
+        rows, address, threads = attend.rows, self.address or self._open(), torch.get_num_threads()
         x, out = x.contiguous(), torch.empty_like(x)
-        work = torch.empty(n * (self.scratch + self.heads * longest))
+        work = torch.empty(rows.n * self.scratch + 2 * threads * rows.longest)
         cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
-        keys, values = attend.addresses()
-        self.library.block(
-            torch.get_num_threads(), n, address, x.data_ptr(), cos, sin, keys, values, rows.rooms, rows.positions.data_ptr(),
-            longest, work.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+        self.library.block(threads, rows.n, address, x.data_ptr(), cos, sin, attend.seen(), work.data_ptr(), out.data_ptr())
         return out
 
     def _many(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twoscale.engine.cache import Cache, Place
-from twoscale.engine.native import ROWS
+from twoscale.engine.native import ROWS, Seen
 from twoscale.model.group import Layers
 
 
@@ -56,8 +56,8 @@ class Rows:
         self.parts, self.who, self.library = parts, who, library
         self.positions, self.tokens, self.places = who.unbind()
         self.n = who.shape[1]
-        self.alone = library is not None and len(parts) == self.n <= ROWS
-        """Few rows, each the only one of its sequence: what the C kernels take."""
+        self.native = library is not None and 0 < self.n <= ROWS and not all(part.causal for part in parts)
+        """Whether the C kernels take them: not too many, and not whole sequences from their beginning, which torch's attention is for."""
 
     def __len__(self) -> int:
         return self.n
@@ -164,12 +164,11 @@ class Rows:
     def _attend_native(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same in one C call: no mask, no copies, and no row sees more keys than it needs."""
         _, n, H, D = q.shape
-        keys, values = RowAttention(self, layer).addresses()
-        threads = torch.get_num_threads()
+        attention, threads = RowAttention(self, layer), torch.get_num_threads()
         scores, out = q.new_empty(2 * threads * self.longest), q.new_empty(1, n, H, D)
         self.library.attend(  # type: ignore[union-attr]
             threads, n, H, k.shape[2], D, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(1), k.stride(1), v.stride(1),
-            self.owners.data_ptr(), keys, values, self.rooms, self.positions.data_ptr(), self.longest, scores.data_ptr(), out.data_ptr(),
+            attention.seen(), scores.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -192,17 +191,22 @@ class RowAttention:
 
     def __init__(self, rows: Rows, layer: int) -> None:
         self.rows, self.layer = rows, layer
-        self.keys, self.values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
+        self._seen: Seen | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.rows.attend(self.layer, q, k, v)
 
-    def addresses(self) -> "tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]":
-        """For each part, where its keys and values of the current step lie: (J, capacity, D) each."""
-        for i, part in enumerate(self.rows.parts):
-            store = part.cache.layers[self.layer]
-            self.keys[i], self.values[i] = store.address(store.open_level(part.k or 1, part.cache.length))
-        return self.keys, self.values
+    def seen(self) -> int:
+        """The address of what the C kernels must know of these rows at their current steps."""
+        rows, layer = self.rows, self.layer
+        if self._seen is None:
+            self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
+            places = (rows.owners.data_ptr(), ctypes.addressof(rows.rooms), rows.positions.data_ptr())
+            self._seen = Seen(*places, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
+        for i, part in enumerate(rows.parts):
+            store = part.cache.layers[layer]
+            self._keys[i], self._values[i] = store.address(store.open_level(part.k or 1, part.cache.length))
+        return ctypes.addressof(self._seen)
 
 
 def _some(part: Part, positions: Tensor) -> Part:
