@@ -4,6 +4,7 @@ twoscale serve bundled --port 8000
 """
 
 import os
+import signal
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -45,6 +46,7 @@ def run(args: list[str]) -> int:
         import uvicorn
 
         from twoscale.serve.app import Limits, Server, create_app
+        from twoscale.serve.local import listen
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}: pip install 'twoscale[serve]'") from None
     from twoscale.cli.explore import open_session
@@ -52,16 +54,15 @@ def run(args: list[str]) -> int:
     from twoscale.serve.scheduler import Scheduler
 
     session = open_session(given.model)
+    listening = listen(given.host, given.port)
     policy, why = choose_policy(session.model, given.rows) if given.policy == "auto" else (given.policy, given.policy)
     scheduler = Scheduler(session.model, policy, rows=given.rows, cache_bytes=given.cache_mb << 20)
     limits = Limits(seconds=given.seconds, queue=given.queue)
     key = os.environ.get(given.key_env) or None
     server = Server(session.model, session.tokenizer, session.name, scheduler, calibrated=session.calibrated, limits=limits, key=key)
     say(f"policy: {why}")
-    config = uvicorn.Config(
-        create_app(server), host=given.host, port=given.port, log_level="warning", timeout_graceful_shutdown=int(given.seconds) + 1
-    )
-    listening = config.bind_socket()
+    config = uvicorn.Config(create_app(server), log_level="warning", timeout_graceful_shutdown=int(given.seconds) + 1)
     say(f"http://{given.host}:{listening.getsockname()[1]}/v1")
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends gracefully, then raises the signal again: being told to go is no fault
     uvicorn.Server(config).run(sockets=[listening])
     return 0

@@ -5,7 +5,7 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twoscale.config import UserError
 from twoscale.data import Pieces, Tokenizer
@@ -204,6 +206,40 @@ def error(status: int, message: str, param: str | None = None, headers: dict[str
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
 
 
+class Guard:
+    """Who may come in, and with how much. Answers go out untouched: a middleware of Starlette's own would hand on every token twice."""
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        key, limit, headers = self.server.key, self.server.limits.body, Headers(scope=scope)
+        if key is not None and scope["path"].startswith("/v1/"):
+            given = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+                told = error(401, "give the API key as a bearer token", headers={"WWW-Authenticate": "Bearer"})
+                return await told(scope, receive, send)
+        size = headers.get("content-length", "0")
+        if not size.isdigit() or int(size) > limit:
+            return await error(413, f"a request has at most {limit} bytes")(scope, receive, send)
+        body, more = b"", scope["method"] == "POST"
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+            if len(body) > limit:
+                return await error(413, f"a request has at most {limit} bytes")(scope, receive, send)
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}] if scope["method"] == "POST" else []
+
+        async def again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return await self.app(scope, again, send)
+
+
 def create_app(server: Server) -> FastAPI:
     """The application."""
 
@@ -215,24 +251,7 @@ def create_app(server: Server) -> FastAPI:
 
     app = FastAPI(title="twoscale", lifespan=lifespan, docs_url=None, redoc_url=None)
 
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Who may come in, and with how much."""
-        if server.key is not None and request.url.path.startswith("/v1/"):
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {server.key}".encode()):
-                return error(401, "give the API key as a bearer token", headers={"WWW-Authenticate": "Bearer"})
-        size = request.headers.get("content-length", "0")
-        if not size.isdigit() or int(size) > server.limits.body:
-            return error(413, f"a request has at most {server.limits.body} bytes")
-        if request.method == "POST":
-            body = b""
-            async for piece in request.stream():
-                body += piece
-                if len(body) > server.limits.body:
-                    return error(413, f"a request has at most {server.limits.body} bytes")
-            request._body = body
-        return await call_next(request)
+    app.add_middleware(Guard, server=server)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, problem: RequestValidationError) -> Response:

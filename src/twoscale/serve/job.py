@@ -70,12 +70,12 @@ class Job:
             return self.prompt[self.fed : self.fed + most]
         return self.tokens[-1:]
 
-    def take(self, logits: Tensor, steps: tuple[int, ...]) -> None:
-        """One more token from logits (V,)."""
-        if not logits.isfinite().all():
+    def take(self, logits: Tensor, likeliest: int, finite: bool, steps: tuple[int, ...]) -> None:
+        """One more token from logits (V,), of which one is the likeliest and all or not all are finite."""
+        if not finite:
             self.finish, self.error = "error", "the model gave logits that are not finite"
             return
-        token = self.sampling.choose(logits, self.stream, len(self.tokens))
+        token = likeliest if self.sampling.temperature == 0 else self.sampling.choose(logits, self.stream, len(self.tokens))
         if self.logprobs is not None:
             told = logits.log_softmax(dim=-1)
             best = told.topk(min(self.logprobs, len(told)))

@@ -9,10 +9,12 @@ Which is quicker depends on what a call costs with few and with many rows, so it
 depends on who else is served: rows see their own sequence alone, and the kernels sum in one order.
 """
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -247,9 +249,9 @@ class Scheduler:
         kind = [job for job in self.running if job.settings == settings]
         self.running = [job for job in self.running if job.settings != settings] + kind
         engine, way = self._way(settings)
-        started, before = time.perf_counter(), list(engine.work)
-        came = way.step(kind, self.counters)
-        self.counters.engine_seconds += time.perf_counter() - started
+        before = list(engine.work)
+        with self._timed():
+            came = way.step(kind, self.counters)
         for g, (now, then) in enumerate(zip(engine.work, before, strict=True)):
             self.counters.steps[g] += now - then
         self._extend(engine, came)
@@ -268,11 +270,21 @@ class Scheduler:
         if not ready:
             return
         with torch.inference_mode():
-            logits = engine.model.head(torch.stack([x for _, x, _ in ready])).float()
-        for (job, _, taken), row in zip(ready, logits, strict=True):
-            job.take(row, taken)
+            with self._timed():
+                logits = engine.model.head(torch.stack([x for _, x, _ in ready])).float()
+            highest, likeliest = (found.tolist() for found in logits.max(dim=1))
+            lowest = logits.amin(dim=1).tolist()
+        for i, (job, _, taken) in enumerate(ready):
+            job.take(logits[i], likeliest[i], math.isfinite(highest[i]) and math.isfinite(lowest[i]), taken)
             self.counters.tokens += not job.error
             self._tell(job)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """What happens in here is the engine's time."""
+        started = time.perf_counter()
+        yield
+        self.counters.engine_seconds += time.perf_counter() - started
 
     def _tell(self, job: Job) -> None:
         if job.finish:

@@ -1,10 +1,12 @@
 """The thread that turns the scheduler, and the door through which jobs come from the server's event loop."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from twoscale.engine.native import release_threads
 from twoscale.serve.job import Job
 from twoscale.serve.scheduler import Scheduler
 
@@ -32,10 +34,12 @@ class Worker:
     def __init__(self, scheduler: Scheduler, queue: int = 256) -> None:
         self.scheduler, self.queue = scheduler, queue
         self.failure: str | None = None
+        self._told: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[int], int]] = []
         self._work, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="twoscale scheduler", daemon=True)
 
     def start(self) -> None:
+        release_threads()  # of the one that loaded the model; from now on the scheduler's computes
         self._thread.start()
 
     def stop(self, seconds: float = 30.0) -> None:
@@ -51,7 +55,9 @@ class Worker:
     def _run(self) -> None:
         try:
             while True:
-                if self.scheduler.step():
+                worked = self.scheduler.step()
+                self._pass_on()
+                if worked:
                     continue
                 if self.stopping:
                     return
@@ -63,7 +69,16 @@ class Worker:
                 job.finish, job.error = "error", "the server has failed inside"
                 if job.told is not None:
                     job.told(job)
+            self._pass_on()
             raise
+
+    def _pass_on(self) -> None:
+        """All news of a round in one message to each event loop: waking it costs more than the news."""
+        told, self._told = self._told, []
+        for loop in dict.fromkeys(entry[0] for entry in told):
+            news = [(heard, i) for its, heard, i in told if its is loop]
+            with contextlib.suppress(RuntimeError):  # a loop that is closed hears nothing
+                loop.call_soon_threadsafe(_deliver, news)
 
     def submit(self, jobs: list[Job]) -> None:
         """All of them or none."""
@@ -83,14 +98,15 @@ class Worker:
         heard: asyncio.Queue[int] = asyncio.Queue()
         number = {job: i for i, job in enumerate(jobs)}
         for job in jobs:
-            job.told = lambda job: loop.call_soon_threadsafe(heard.put_nowait, number[job])
+            job.told = lambda job: self._told.append((loop, heard, number[job]))
         self.submit(jobs)
         told = [0] * len(jobs)
         live = set(range(len(jobs)))
         deadline = loop.time() + seconds
         try:
             while live:
-                i = await asyncio.wait_for(heard.get(), max(0.0, deadline - loop.time()))
+                async with asyncio.timeout_at(deadline):
+                    i = await heard.get()
                 job = jobs[i]
                 now, done = len(job.tokens), bool(job.finish)
                 if job.error:
@@ -104,3 +120,8 @@ class Worker:
             for i in live:
                 jobs[i].cancelled = True
             self._work.set()
+
+
+def _deliver(news: list[tuple[asyncio.Queue[int], int]]) -> None:
+    for heard, i in news:
+        heard.put_nowait(i)

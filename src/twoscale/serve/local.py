@@ -1,0 +1,46 @@
+"""A socket to serve on, and an application on a free port of this machine in a thread of this process, for benches and tests."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from twoscale.config import UserError
+from twoscale.engine.native import release_threads
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; UserError where that cannot be."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, kind)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(2048)  # whoever comes before the application is ready waits
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror or error}): choose another --port, or 0 for a free one") from None
+    return bound
+
+
+@contextmanager
+def running(app: FastAPI, patience: float = 60.0) -> Iterator[str]:
+    """The address while the application runs; it ends gracefully, within `patience` seconds."""
+    release_threads()
+    config = uvicorn.Config(app, log_level="warning")
+    listening = listen("127.0.0.1", 0)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise UserError("the server did not start")
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(patience)
