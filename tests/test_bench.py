@@ -52,8 +52,8 @@ def test_family_computes_the_same() -> None:
 def test_serve(cli: CommandLine) -> None:
     """Every way of serving is in the answer, over HTTP too."""
     pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
-    code, out, err = cli("bench", "serve", "--preset", "nano", "--requests", 6, "--clients", 3)
+    code, out, err = cli("bench", "serve", "--preset", "nano", "--rounds", 1, "--seconds", 0.5, "--clients", 3)
     assert code == 0, err
     for word in ("one request after another", "batches that wait", "lockstep, with exits", "depth, all 12 loops", "over HTTP", "tokens/s"):
         assert word in out, word
-    assert cli("bench", "serve", "--requests", 2, "--clients", 3)[0] == 2
+    assert cli("bench", "serve", "--clients", 0)[0] == 2 and cli("bench", "serve", "--new", 9, 2)[0] == 2

@@ -3,9 +3,12 @@
 import contextlib
 import http.client
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,20 +22,26 @@ from twoscale.serve.scheduler import Scheduler
 from twoscale.train import start_run
 
 openai = pytest.importorskip("openai", reason="openai is not installed (the extra twoscale[test])")
-uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory, shards: Path):  # type: ignore[no-untyped-def]
+def trained(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     out = tmp_path_factory.mktemp("door") / "run"
     start_run(nano_run(steps=20), out, shards)
-    return twoscale.load(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def loaded(trained: Path):  # type: ignore[no-untyped-def]
+    return twoscale.load(trained)
 
 
 @contextlib.contextmanager
 def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated=None, **limits: object) -> Iterator[tuple[str, object]]:  # type: ignore[no-untyped-def]
     """A server in a thread: its address and itself."""
     from twoscale.serve.app import Limits, Server, create_app
+    from twoscale.serve.local import running
 
     model, tokenizer = loaded
     rows = int(limits.pop("rows", 8))  # type: ignore[call-overload]
@@ -45,18 +54,8 @@ def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated
         limits=Limits(**limits),
         calibrated=calibrated,  # type: ignore[arg-type]
     )
-    config = uvicorn.Config(create_app(server), host="127.0.0.1", port=0, log_level="warning")
-    listening = config.bind_socket()
-    uv = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: uv.run(sockets=[listening]), daemon=True)
-    thread.start()
-    while not uv.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", server
-    finally:
-        uv.should_exit = True
-        thread.join(30)
+    with running(create_app(server)) as address:
+        yield address, server
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +75,24 @@ def post(address: str, body: bytes, headers: dict[str, str] | None = None) -> tu
     answer = connection.getresponse()
     text = answer.read()
     return answer.status, json.loads(text) if text else {}
+
+
+def metrics_of(host: str) -> str:
+    connection = http.client.HTTPConnection(host, timeout=30)
+    connection.request("GET", "/metrics")
+    return connection.getresponse().read().decode()
+
+
+def metric(host: str, name: str) -> float:
+    return next(float(line.split()[1]) for line in metrics_of(host).splitlines() if line.startswith(f"twoscale_{name} "))
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Until something holds, or it did not in time."""
+    deadline = time.time() + seconds
+    while not holds():
+        assert time.time() < deadline, "not in time"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -122,8 +139,7 @@ def test_rules_and_models(loaded, door) -> None:  # type: ignore[no-untyped-def]
     connection = http.client.HTTPConnection(address.removeprefix("http://"))
     connection.request("GET", "/health")
     assert json.loads(connection.getresponse().read()) == {"status": "ok"}
-    connection.request("GET", "/metrics")
-    metrics = connection.getresponse().read().decode()
+    metrics = metrics_of(address.removeprefix("http://"))
     assert "twoscale_tokens_total" in metrics and 'twoscale_loop_steps_total{group="1"}' in metrics
 
 
@@ -188,10 +204,7 @@ def test_limits(loaded, door) -> None:  # type: ignore[no-untyped-def]
         step = server.worker.scheduler.step  # type: ignore[attr-defined]
         server.worker.scheduler.step = lambda: time.sleep(0.1) or step()  # type: ignore[attr-defined]
         assert post(address, b'{"prompt": "a", "max_tokens": 60}', mine)[0] == 504
-        deadline = time.time() + 10
-        while server.worker.scheduler.running and time.time() < deadline:  # type: ignore[attr-defined]
-            time.sleep(0.05)
-        assert not server.worker.scheduler.running  # type: ignore[attr-defined]
+        wait_for(lambda: not server.worker.scheduler.running)  # type: ignore[attr-defined]
 
 
 def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
@@ -214,34 +227,115 @@ def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
         got = client(address).completions.create(model="nano", prompt="a state", max_tokens=20, temperature=0)
         want = twoscale.generate(model, [tokenizer.encode("a state")], 20, stop=(tokenizer.eot,))
         assert [tuple(s) for s in got.choices[0].steps] == want.steps[0]
-        deadline = time.time() + 10
-        while scheduler.running and time.time() < deadline:
-            time.sleep(0.05)
-        assert not scheduler.running and scheduler.held == 0 and scheduler.counters.tokens < 2 * 50 + 20
+        wait_for(lambda: not scheduler.running)
+        assert scheduler.held == 0 and scheduler.counters.tokens < 2 * 50 + 20
 
 
-def test_many_at_once(loaded) -> None:  # type: ignore[no-untyped-def]
-    """Forty requests from eight clients at a time, by depth: each gets what it gets alone. Going down, the server finishes what it has."""
+TEXT = "the loop turns and a state moves; then it settles, and what was left of the step is a small turn of the same state"
+ASKED = [
+    {"prompt": TEXT[i % 37 :][: 3 + i * 7 % 38], "max_tokens": 4 + i * 5 % 21, "temperature": 0, "exit": "acceleration:1.0", "loops": 7}
+    for i in range(200)
+]
+
+
+def answer_alone(loaded, asked: dict[str, object]) -> tuple[str, list[list[int]]]:  # type: ignore[no-untyped-def]
+    """What `generate` gives to one request: new text and steps."""
     model, tokenizer = loaded
-    found: dict[int, object] = {}
-    with serving(loaded, policy="depth") as (address, _):
+    ids = tokenizer.encode(asked["prompt"])
+    want = twoscale.generate(model, [ids], asked["max_tokens"], exit=exits.Acceleration(1.0), loops=7, stop=(tokenizer.eot,))
+    text = tokenizer.decode([*ids, *want.tokens[0]])[len(str(asked["prompt"])) :].removesuffix("<|endoftext|>")
+    return text, [list(s) for s in want.steps[0]]
+
+
+@pytest.fixture(scope="module")
+def alone(loaded):  # type: ignore[no-untyped-def]
+    return [answer_alone(loaded, asked) for asked in ASKED]
+
+
+def stream_of(answer: http.client.HTTPResponse) -> tuple[str, list[list[int]], int]:
+    """The text, the steps and the number of endings of a streamed answer; it must say that it is done."""
+    text, steps, ends = "", [], 0
+    lines = [line for line in answer.read().decode().splitlines() if line]
+    assert lines[-1] == "data: [DONE]", lines[-1:]
+    for line in lines[:-1]:
+        choice = json.loads(line.removeprefix("data: "))["choices"][0]
+        text, steps, ends = text + choice["text"], steps + choice["steps"], ends + (choice["finish_reason"] is not None)
+    return text, steps, ends
+
+
+@pytest.mark.parametrize("policy", ["lockstep", "depth"])
+def test_two_hundred_requests(loaded, alone, policy: str) -> None:  # type: ignore[no-untyped-def]
+    """From 24 clients at a time, streamed and whole, while others hang up: each gets exactly what it gets alone.
+
+    No near-tie is excused: the kernels sum in one order whatever the rows beside a row.
+    """
+    found: dict[int, tuple[str, list[list[int]], int]] = {}
+    with serving(loaded, policy=policy, rows=24) as (address, server):
+        host, head = address.removeprefix("http://"), {"Content-Type": "application/json"}
 
         def ask(first: int) -> None:
-            for i in range(first, 40, 8):
-                prompt = "the loop turns and a state moves"[: 3 + i % 20]
-                found[i] = client(address).completions.create(
-                    model="nano", prompt=prompt, max_tokens=4 + i % 9, temperature=0, extra_body={"exit": "acceleration:1.0", "loops": 7}
-                )
+            for i in range(first, 200, 24):
+                body = json.dumps({**ASKED[i], "stream": i % 3 > 0}).encode()
+                if i % 5 == 0:
+                    gone = http.client.HTTPConnection(host, timeout=60)
+                    gone.request("POST", "/v1/completions", body, head)
+                    if i % 2:
+                        gone.getresponse().read(20)
+                    gone.close()
+                connection = http.client.HTTPConnection(host, timeout=60)
+                connection.request("POST", "/v1/completions", body, head)
+                answer = connection.getresponse()
+                if i % 3 > 0:
+                    found[i] = stream_of(answer)
+                else:
+                    choice = json.loads(answer.read())["choices"][0]
+                    found[i] = choice["text"], choice["steps"], int(choice["finish_reason"] is not None)
 
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(24)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    for i in range(40):
-        prompt = "the loop turns and a state moves"[: 3 + i % 20]
-        want = twoscale.generate(model, [tokenizer.encode(prompt)], 4 + i % 9, exit=exits.Acceleration(1.0), loops=7, stop=(tokenizer.eot,))
-        assert [tuple(s) for s in found[i].choices[0].steps] == want.steps[0]  # type: ignore[attr-defined]
+        scheduler = server.worker.scheduler  # type: ignore[attr-defined]
+    assert not scheduler.running and not scheduler.waiting and scheduler.held == 0
+    for i, (text, steps) in enumerate(alone):
+        assert found[i] == (text, steps, 1), ASKED[i]
+
+
+def test_sigterm_under_load(loaded, trained: Path) -> None:  # type: ignore[no-untyped-def]
+    """Told to go while six texts are being written and six wait: all are finished, nobody new is let in, and the process ends well."""
+    model, tokenizer = loaded
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twoscale", "serve", str(trained), "--port", "0", "--policy", "depth", "--rows", "6"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        address = next(line.strip() for line in process.stderr if line.startswith("http://"))
+        host, head = address.removeprefix("http://").removesuffix("/v1"), {"Content-Type": "application/json"}
+        bodies = [
+            {"prompt": TEXT[: 5 + i], "max_tokens": 24, "temperature": 0, "stream": True, "loops": 40, "exit": "none"} for i in range(12)
+        ]
+        connections = [http.client.HTTPConnection(host, timeout=120) for _ in bodies]
+        for connection, body in zip(connections, bodies, strict=True):
+            connection.request("POST", "/v1/completions", json.dumps(body).encode(), head)
+        first = connections[0].getresponse()
+        assert first.readline().startswith(b"data: ")
+        wait_for(lambda: sum(metric(host, name) for name in ("running", "waiting", "finished_total")) == 12)
+        assert metric(host, "finished_total") < 12
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(OSError):
+            http.client.HTTPConnection(host, timeout=5).request("GET", "/health")
+        assert stream_of(first)[2] == 1
+        for connection, body in list(zip(connections, bodies, strict=True))[1:]:
+            _, steps, ends = stream_of(connection.getresponse())
+            want = twoscale.generate(model, [tokenizer.encode(body["prompt"])], 24, loops=40, stop=(tokenizer.eot,))
+            assert ends == 1 and steps == [list(s) for s in want.steps[0]]
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_fuzz(loaded) -> None:  # type: ignore[no-untyped-def]

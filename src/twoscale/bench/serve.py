@@ -1,20 +1,23 @@
 """Throughput under load: one request after another, batches that wait for their slowest row, and both policies of the scheduler.
 
-The same closed loop of mixed requests for all of them: so many clients, each asks again as soon as it has its answer. Depths are drawn
-by place and token, spread evenly over 3 .. 12 steps a group, as a trained model's tokens are; acceleration is paid for.
+The same closed loop of mixed requests for all of them: so many clients, each asks again as soon as it has its answer, for so many seconds
+from the moment when every client has had its first answer; by then prompts are read at the rate at which texts end. Depths are drawn by
+place and token, spread evenly over 3 .. 12 steps a group, as a trained model's tokens are; acceleration is paid for. The ways take turns,
+so that a slow minute of the machine hits none alone.
 """
 
+import itertools
+import json
 import random
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib import resources
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from twoscale import exits
@@ -23,7 +26,7 @@ from twoscale.engine import stream
 from twoscale.exits.rule import Look, Numbers
 from twoscale.model import LoopedGPT
 from twoscale.serve.job import Job, Settings
-from twoscale.serve.scheduler import Policy, Scheduler
+from twoscale.serve.scheduler import Counters, Policy, Scheduler
 
 LOOPS, LEAST = 12, 3
 
@@ -53,19 +56,21 @@ class Waiting(Drawn):
 
 @dataclass(frozen=True)
 class Load:
-    """Requests: prompts of 8 to 48 tokens, 8 to 32 new ones; shorter where the context is."""
+    """Clients that ask for so long; prompts and answers of these lengths, evenly spread, and shorter where the context is."""
 
-    requests: int = 64
     clients: int = 32
+    seconds: float = 20.0
+    prompt: tuple[int, int] = (8, 48)
+    new: tuple[int, int] = (16, 64)
     seed: int = 0
 
-    def jobs(self, model: LoopedGPT, rule: exits.Rule | None) -> list[Job]:
-        chance = random.Random(self.seed)
-        c = model.config
+    def jobs(self, model: LoopedGPT, rule: exits.Rule | None) -> Iterator[Job]:
+        """As many as are asked for, always the same."""
+        chance, c = random.Random(self.seed), model.config
         settings = Settings((rule,) * c.n_groups, c.loops_for(LOOPS))
-        longest, most = min(48, c.block_size // 2), min(32, c.block_size // 2)
-        prompts = [[chance.randrange(c.vocab_size) for _ in range(chance.randint(8, longest))] for _ in range(self.requests)]
-        return [Job(prompt, chance.randint(8, most), settings) for prompt in prompts]
+        while True:
+            length, most = (min(chance.randint(*spread), c.block_size // 2) for spread in (self.prompt, self.new))
+            yield Job([chance.randrange(c.vocab_size) for _ in range(length)], most, settings)
 
 
 @dataclass(frozen=True)
@@ -86,154 +91,155 @@ class Result:
         return self.tokens / self.seconds
 
     @property
-    def words(self) -> str:
-        latency = sorted(self.latency)
-        late = latency[min(len(latency) - 1, int(0.99 * len(latency)))]
-        return (
-            f"{self.rate:8.1f} tokens/s   p50 {median(latency):6.2f} s   p99 {late:6.2f} s   first token {median(self.first):6.2f} s   "
-            f"{self.rows:5.1f} rows a call"
-        )
+    def overhead(self) -> float:
+        """Time outside of the engine's calls, beside the time in them."""
+        return self.seconds / self.engine - 1
 
 
-def one_by_one(model: LoopedGPT, load: Load, share: float = 0.125) -> Result:
-    """Each request alone; only a part of them, because it takes long."""
-    jobs = load.jobs(model, Drawn(1e-9))[: max(1, int(share * load.requests))]
+def words(results: list[Result]) -> str:
+    """Medians over rounds; latencies of all of them."""
+    latency = sorted(seconds for r in results for seconds in r.latency)
+    late = latency[min(len(latency) - 1, int(0.99 * len(latency)))]
+    first = median(seconds for r in results for seconds in r.first)
+    return (
+        f"{median(r.rate for r in results):7.1f} tokens/s   latency p50 {median(latency):5.2f} s, p99 {late:5.2f} s   "
+        f"first token {first:5.2f} s   {median(r.rows for r in results):5.1f} rows a call"
+    )
+
+
+def one_by_one(model: LoopedGPT, load: Load) -> Result:
+    """Each request alone."""
     latency, first, tokens = [], [], 0
     started = time.perf_counter()
-    for job in jobs:
+    for job in load.jobs(model, Drawn(1e-9)):
         began = time.perf_counter()
         came = [time.perf_counter() for _ in stream(model, job.prompt, job.most, exit=job.settings.exit, loops=LOOPS)]
         tokens += len(came)
         first.append(came[0] - began)
         latency.append(came[-1] - began)
+        if came[-1] - started > load.seconds:
+            break
     return Result(time.perf_counter() - started, tokens, latency, first)
 
 
 def waiting_batches(model: LoopedGPT, load: Load) -> Result:
     """Batches of as many requests as there are clients; every row waits for the slowest one in every loop, a batch for its last text."""
     jobs = load.jobs(model, Waiting(1e-9))
-    latency, first, tokens = [], [], 0
+    latency: list[float] = []
+    first: list[float] = []
+    counters = Counters(steps=[0] * model.config.n_groups)
     started = time.perf_counter()
-    for i in range(0, len(jobs), load.clients):
-        batch = jobs[i : i + load.clients]
+    while not latency or time.perf_counter() - started < load.seconds:
         scheduler = Scheduler(model, "lockstep", rows=load.clients)
-        asked = started if i == 0 else time.perf_counter()
+        scheduler.counters = counters
+        asked, batch = time.perf_counter(), list(itertools.islice(jobs, load.clients))
         for job in batch:
             scheduler.submit(job)
         while scheduler.step():
             pass
-        ended = time.perf_counter()
-        tokens += sum(len(job.tokens) for job in batch)
-        latency += [ended - asked for _ in batch]
+        latency += [time.perf_counter() - asked for _ in batch]
         first += [job.first - asked for job in batch]
-    return Result(time.perf_counter() - started, tokens, latency, first, rows=float(load.clients))
+    return _between(Counters(), counters, time.perf_counter() - started, latency, first)
 
 
 def scheduled(model: LoopedGPT, load: Load, policy: Policy, rule: exits.Rule | None) -> Result:
     """The scheduler, fed by clients that ask again when they have their answer."""
-    jobs = load.jobs(model, rule)
-    rest = iter(jobs)
+    jobs, ended = load.jobs(model, rule), []
     scheduler = Scheduler(model, policy, rows=load.clients)
 
-    def next_one(_: Job | None = None) -> None:
-        job = next(rest, None)
-        if job is not None:
-            job.submitted = time.perf_counter()
-            job.told = lambda j: next_one() if j.finish else None
-            scheduler.submit(job)
+    def ask() -> Job:
+        job = next(jobs)
+        job.submitted, job.told = time.perf_counter(), heard
+        scheduler.submit(job)
+        return job
 
-    started = time.perf_counter()
-    for _ in range(load.clients):
-        next_one()
-    while scheduler.step():
-        pass
+    def heard(job: Job) -> None:
+        if job.finish:
+            ended.append(job)
+            ask()
+
+    firsts = [ask() for _ in range(load.clients)]
+    while not all(job.finish for job in firsts):
+        scheduler.step()
+    ended.clear()
+    before, started = replace(scheduler.counters), time.perf_counter()
+    while not ended or time.perf_counter() - started < load.seconds:
+        scheduler.step()
     seconds = time.perf_counter() - started
-    c = scheduler.counters
-    if any(job.finish != "length" for job in jobs):
+    if any(job.finish != "length" for job in ended):
         raise UserError("a request was lost")
-    latency, first = [job.ended - job.submitted for job in jobs], [job.first - job.submitted for job in jobs]
-    return Result(seconds, c.tokens, latency, first, c.rows / max(1, c.calls), c.engine_seconds)
-
-
-CLIENT = """
-import asyncio, json, sys, time
-import httpx
-
-async def main(address, jobs, clients):
-    todo, done = iter(enumerate(jobs)), []
-    async with httpx.AsyncClient(timeout=600) as client:
-        async def ask():
-            for i, (prompt, most) in todo:
-                began, first = time.perf_counter(), None
-                body = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
-                tokens = 0
-                async with client.stream("POST", address + "/v1/completions", json=body) as answer:
-                    async for line in answer.aiter_lines():
-                        if line.startswith("data: {"):
-                            first = first or time.perf_counter()
-                            tokens += sum(len(c["steps"]) for c in json.loads(line[6:])["choices"])
-                done.append((tokens, time.perf_counter() - began, first - began))
-        await asyncio.gather(*(ask() for _ in range(clients)))
-    return done
-
-given = json.load(sys.stdin)
-began = time.perf_counter()
-done = asyncio.run(main(given["address"], given["jobs"], given["clients"]))
-print(json.dumps({"seconds": time.perf_counter() - began, "done": done}))
-"""
+    latency, first = [job.ended - job.submitted for job in ended], [job.first - job.submitted for job in ended]
+    return _between(before, scheduler.counters, seconds, latency, first)
 
 
 def over_http(model: LoopedGPT, load: Load, policy: Policy, tokenizer: Any) -> Result:
     """The same load through the door on loopback, from a process of its own."""
-    import json
-
-    import uvicorn
-
-    from twoscale.serve.app import Limits, Server, create_app
+    from twoscale.serve.app import Limits, Server
 
     scheduler = Scheduler(model, policy, rows=load.clients)
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
     server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, LOOPS), limits=Limits(seconds=600.0))
-    config = uvicorn.Config(create_app(server), host="127.0.0.1", port=0, log_level="warning")
-    listening = config.bind_socket()
-    uv = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: uv.run(sockets=[listening]), daemon=True)
-    thread.start()
-    while not uv.started:
-        time.sleep(0.01)
+    jobs = itertools.islice(load.jobs(model, None), 2000)
+    asks = [{"body": {"prompt": job.prompt, "max_tokens": job.most, "temperature": 0}, "how": "stream"} for job in jobs]
+    snapshots: list[Counters] = []
+    found = ask_from_outside(server, load.clients, load.seconds, asks, lambda: snapshots.append(replace(scheduler.counters)))
+    if found["troubles"] or not found["latency"]:
+        raise UserError(f"the clients were not served: {', '.join(found['troubles']) or 'no answer in time'}")
+    before, after = snapshots
+    return _between(before, after, found["seconds"], found["latency"], found["first"])
+
+
+def ask_from_outside(server: Any, clients: int, seconds: float, asks: list[dict[str, Any]], mark: Callable[[], object]) -> dict[str, Any]:
+    """Run clients.py against a server in a thread of this process; `mark` is called when its clients start and when they stop."""
+    from twoscale.serve.app import create_app
+    from twoscale.serve.local import running
+
+    asked, last = {"clients": clients, "seconds": seconds, "asks": asks}, ""
+    with (
+        resources.as_file(resources.files("twoscale.bench").joinpath("clients.py")) as script,
+        running(create_app(server)) as address,
+        subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        json.dump({"address": address, **asked}, process.stdin)
+        process.stdin.close()
+        for line in process.stdout:
+            if line.strip() in ("start", "stop"):
+                mark()
+            last = line
     try:
-        jobs = [(job.prompt, job.most) for job in load.jobs(model, None)]
-        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        asked = json.dumps({"address": address, "jobs": jobs, "clients": load.clients})
-        told = subprocess.run([sys.executable, "-c", CLIENT], input=asked, capture_output=True, text=True, timeout=1800)
-        if told.returncode:
-            raise UserError(f"the clients failed: {told.stderr.strip().splitlines()[-1]}")
-        found = json.loads(told.stdout)
-    finally:
-        uv.should_exit = True
-        thread.join(60)
-    c = scheduler.counters
-    done = found["done"]
-    latency, first = [d[1] for d in done], [d[2] for d in done]
-    return Result(found["seconds"], sum(d[0] for d in done), latency, first, c.rows / max(1, c.calls), c.engine_seconds)
+        return dict(json.loads(last))
+    except ValueError:
+        raise UserError("the clients failed; what they said is above") from None
 
 
-def bench_serve(model: LoopedGPT, load: Load, tokenizer: Any, say: Callable[[str], object]) -> dict[str, Result]:
-    """All ways, one after the other, in one run; the scheduler's in turns, so that a slow minute hits none alone."""
-    found: dict[str, Result] = {}
+def _between(before: Counters, after: Counters, seconds: float, latency: list[float], first: list[float]) -> Result:
+    calls = max(1, after.calls - before.calls)
+    engine = after.engine_seconds - before.engine_seconds
+    return Result(seconds, after.tokens - before.tokens, latency, first, (after.rows - before.rows) / calls, engine)
+
+
+ONE, WAIT = "one request after another", "batches that wait"
+
+
+def bench_serve(model: LoopedGPT, load: Load, tokenizer: Any, rounds: int, say: Callable[[str], object]) -> dict[str, list[Result]]:
+    """All ways, in turns; with all loops in the first round only."""
+    found: dict[str, list[Result]] = {}
 
     def note(name: str, result: Result) -> None:
-        found[name] = result
-        say(f"{name:<34}{result.words}")
+        found.setdefault(name, []).append(result)
+        say(f"{name}: {result.rate:.1f} tokens/s")
 
-    with torch.inference_mode():
-        scheduled(model, Load(4, 4), "lockstep", Drawn(1e-9))  # warm
-    note("one request after another", one_by_one(model, load))
-    note("batches that wait", waiting_batches(model, load))
     policies: tuple[Policy, ...] = ("lockstep", "depth")
-    for policy in policies:
-        note(f"{policy}, all {LOOPS} loops", scheduled(model, load, policy, None))
-        note(f"{policy}, with exits", scheduled(model, load, policy, Drawn(1e-9)))
-    best = max(policies, key=lambda p: found[f"{p}, with exits"].rate)
-    note(f"{best}, with exits, over HTTP", over_http(model, load, best, tokenizer))
+    scheduled(model, replace(load, clients=4, seconds=0.0), "lockstep", Drawn(1e-9))  # warm
+    for turn in range(rounds):
+        load = replace(load, seed=turn)
+        note(ONE, one_by_one(model, load))
+        note(WAIT, waiting_batches(model, load))
+        for policy in policies:
+            if turn == 0:
+                note(f"{policy}, all {LOOPS} loops", scheduled(model, load, policy, None))
+            note(f"{policy}, with exits", scheduled(model, load, policy, Drawn(1e-9)))
+        best = max(policies, key=lambda p: found[f"{p}, with exits"][0].rate)
+        note(f"{best}, with exits, over HTTP", over_http(model, load, best, tokenizer))
     return found

@@ -2,9 +2,10 @@
 
 import dataclasses
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
-from twoscale.cli.parse import parse
+from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, presets
 
 KINDS = ("train", "trace", "decode", "serve")
@@ -60,10 +61,18 @@ class BenchServeArgs:
 
     preset: Literal["nano", "tiny", "small", "paper"] = "paper"
     """Which model to serve, with random weights."""
-    requests: int = 64
-    """Requests in all."""
     clients: int = 32
     """Clients that ask at a time."""
+    seconds: float = 20.0
+    """How long each way is measured, in each round."""
+    rounds: int = 3
+    """Rounds in which all ways take turns; medians are reported."""
+    prompt: tuple[int, int] = (8, 48)
+    """Tokens of a prompt, at least and at most."""
+    new: tuple[int, int] = (16, 64)
+    """Tokens of an answer, at least and at most."""
+    soak: float = 0.0
+    """Instead: so many seconds of overload by twice as many clients, some of whom hang up; looks at memory and at every answer."""
 
 
 def run(args: list[str]) -> int:
@@ -169,21 +178,30 @@ def _serve(args: BenchServeArgs) -> int:
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(f"this bench needs {error.name}: pip install 'twoscale[serve]' httpx") from None
-    from twoscale.bench.serve import LEAST, LOOPS, Load, bench_serve
+    from twoscale.bench import serve
+    from twoscale.bench.soak import soak
     from twoscale.data.tokenizer import byte_tokenizer
     from twoscale.model import LoopedGPT
 
-    if not 1 <= args.clients <= args.requests <= 10_000:
-        raise UserError("--clients is at least 1 and at most --requests, which is at most 10000")
+    if not 1 <= args.clients <= 1000 or not 1 <= args.rounds <= 100 or not 0 < args.seconds <= 3600 or not 0 <= args.soak <= 86_400:
+        raise UserError("--clients lies between 1 and 1000, --rounds between 1 and 100, --seconds up to an hour, --soak up to a day")
+    if any(not 1 <= low <= high for low, high in (args.prompt, args.new)):
+        raise UserError("--prompt and --new want two numbers, at least 1, the smaller one first")
     model = LoopedGPT(presets.get(args.preset).model).eval()
-    print(f"preset {args.preset}, {args.requests} requests, {args.clients} clients, depths spread over {LEAST} to {LOOPS}")
-    found = bench_serve(model, Load(args.requests, args.clients), byte_tokenizer(), print)
+    load = serve.Load(args.clients, args.seconds, args.prompt, args.new)
+    if args.soak:
+        return soak(model, load, byte_tokenizer(), args.soak, print)
+    spread = f"prompts of {args.prompt[0]} to {args.prompt[1]} tokens, answers of {args.new[0]} to {args.new[1]}"
+    print(f"preset {args.preset}, {args.clients} clients, {spread}, {serve.LEAST} to {serve.LOOPS} steps a group")
+    found = serve.bench_serve(model, load, byte_tokenizer(), args.rounds, say)
+    for name, results in found.items():
+        print(f"{name:<34}{serve.words(results)}")
     http = next(name for name in found if name.endswith("over HTTP"))
     best = found[http.removesuffix(", over HTTP")]
-    print(f"\nbeside batches that wait {best.rate / found['batches that wait'].rate:.2f}x", end=", ")
-    print(f"beside one request after another {best.rate / found['one request after another'].rate:.2f}x")
-    over = found[http]
-    print(f"scheduling and HTTP: {over.seconds / over.engine - 1:.1%} of the time of the engine's calls")
+    for name in (serve.WAIT, serve.ONE):
+        print(f"beside {name}: {median(b.rate / o.rate for b, o in zip(best, found[name], strict=True)):.2f}x")
+    alone, with_http = (median(r.overhead for r in results) for results in (best, found[http]))
+    print(f"scheduling {alone:.1%} of the time of the engine's calls, with HTTP {with_http:.1%}")
     return 0
 
 
