@@ -1,6 +1,7 @@
 """The door: OpenAI's own client gets what `generate` gives; what is malformed, too much or too long is told so; nobody harms the others."""
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,8 +42,9 @@ def loaded(trained: Path):  # type: ignore[no-untyped-def]
 @contextlib.contextmanager
 def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated=None, **limits: object) -> Iterator[tuple[str, object]]:  # type: ignore[no-untyped-def]
     """A server in a thread: its address and itself."""
-    from twoscale.serve.app import Limits, Server, create_app
+    from twoscale.serve.app import create_app
     from twoscale.serve.local import running
+    from twoscale.serve.server import Limits, Server
 
     model, tokenizer = loaded
     rows = int(limits.pop("rows", 8))  # type: ignore[call-overload]
@@ -140,7 +143,8 @@ def test_rules_and_models(loaded, door) -> None:  # type: ignore[no-untyped-def]
     connection.request("GET", "/health")
     assert json.loads(connection.getresponse().read()) == {"status": "ok"}
     metrics = metrics_of(address.removeprefix("http://"))
-    assert "twoscale_tokens_total" in metrics and 'twoscale_loop_steps_total{group="1"}' in metrics
+    for name in ("tokens_total", "waiting", "batch_fill", "cache_bytes", 'loop_steps_total{group="1"}', 'mean_steps{group="0"}'):
+        assert f"twoscale_{name} " in metrics, name
 
 
 def test_stop_words(loaded, door) -> None:  # type: ignore[no-untyped-def]
@@ -152,6 +156,40 @@ def test_stop_words(loaded, door) -> None:  # type: ignore[no-untyped-def]
     assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
     streamed = "".join(p.choices[0].text for p in client(door[0]).completions.create(**ask, stop=stop, stream=True))
     assert streamed == cut.text
+
+
+def test_after_a_stop_word(loaded, door) -> None:  # type: ignore[no-untyped-def]
+    """What the scheduler wrote past a stop word is not in usage, steps or log-probabilities, streamed or whole."""
+    ask = {"model": "nano", "prompt": "the loop", "max_tokens": 30, "temperature": 0.9, "seed": 1, "logprobs": 1}
+    stop = client(door[0]).completions.create(**ask).choices[0].text[5:8]
+    counts = set()
+    for stream in (False, True, True):
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        given = client(door[0]).completions.create(**ask, stop=stop, **options)
+        parts = list(given) if stream else [given]
+        choices = [c for part in parts for c in part.choices]
+        steps = sum(len(c.steps) for c in choices)
+        for c in choices:
+            told = c.logprobs
+            assert len(c.steps) == len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset)
+            assert all(token in top for token, top in zip(told.tokens, told.top_logprobs, strict=True))
+        assert parts[-1].usage.completion_tokens == steps
+        counts.add(steps)
+    assert len(counts) == 1
+
+
+def test_as_openai_has_it(loaded, door) -> None:  # type: ignore[no-untyped-def]
+    """null is the default, an unknown model is 404, and without a seed texts differ from call to call."""
+    nothing = dict.fromkeys(("max_tokens", "n", "stream", "echo", "stop", "suffix", "best_of", "logit_bias", "temperature", "seed"))
+    status, body = post(door[0], json.dumps({"prompt": "a", **nothing}).encode())
+    assert status == 200 and body["usage"]["completion_tokens"] > 1  # type: ignore[index]
+    texts = {client(door[0]).completions.create(model="nano", prompt="the", max_tokens=12).choices[0].text for _ in range(4)}
+    assert len(texts) > 1
+    assert client(door[0]).models.retrieve("nano").id == "nano"
+    with pytest.raises(openai.NotFoundError):
+        client(door[0]).models.retrieve("gpt-9")
+    with pytest.raises(openai.NotFoundError):
+        client(door[0]).completions.create(model="gpt-9", prompt="a")
 
 
 BAD = {
@@ -170,6 +208,17 @@ BAD = {
     "too long": json.dumps({"prompt": "a" * 500}).encode(),
     "unknown rule": b'{"prompt": "a", "exit": "whatever"}',
     "a rule that reads a file": b'{"prompt": "a", "exit": "learned:0.1,file=/etc/passwd"}',
+    "a rule that reads a file, spelt otherwise": b'{"prompt": "a", "exit": " Learned :0.1,file =/etc/passwd"}',
+    "a rule with a text for a seed": b'{"prompt": "a", "exit": "random:3,seed=x"}',
+    "a rule with huge hits": b'{"prompt": "abc", "exit": "acceleration:1,hits=99999999999999999999"}',
+    "a rule with a huge threshold": b'{"prompt": "abc", "exit": "step-norm:99999999999999999999999"}',
+    "a rule with a huge depth": b'{"prompt": "abc", "exit": "fixed:99999999999999999999"}',
+    "many wrong tokens": b'{"prompt": [' + b"{}," * 5000 + b"{}]}",
+    "biased": b'{"prompt": "a", "logit_bias": {"5": 1}}',
+    "a penalty": b'{"prompt": "a", "presence_penalty": 0.5}',
+    "a suffix": b'{"prompt": "a", "suffix": "b"}',
+    "best of more": b'{"prompt": "a", "best_of": 3}',
+    "more texts than may be": json.dumps({"prompt": ["a"] * 16, "n": 16}).encode(),
     "gate without one": b'{"prompt": "a", "exit": "gate:0.5"}',
     "many loops": b'{"prompt": "a", "loops": 200}',
     "loops for other groups": b'{"prompt": "a", "loops": [1, 2, 3, 4]}',
@@ -199,11 +248,14 @@ def test_limits(loaded, door) -> None:  # type: ignore[no-untyped-def]
         assert post(address, b'{"prompt": "a"}', {"Authorization": "Bearer wrong"})[0] == 401
         mine = {"Authorization": "Bearer secret"}
         assert post(address, b'{"prompt": "a", "max_tokens": 2}', mine)[0] == 200
-        status, body = post(address, b'{"prompt": "a", "n": 4}', mine)
-        assert status == 429 and "waiting" in body["error"]["message"]  # type: ignore[index]
+        assert post(address, b'{"prompt": "a", "n": 4}', mine)[0] == 400  # more than can ever wait
         step = server.worker.scheduler.step  # type: ignore[attr-defined]
         server.worker.scheduler.step = lambda: time.sleep(0.1) or step()  # type: ignore[attr-defined]
         assert post(address, b'{"prompt": "a", "max_tokens": 60}', mine)[0] == 504
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda _: post(address, b'{"prompt": "a", "max_tokens": 60}', mine), range(6)))
+        refused = [body for status, body in answers if status == 429]
+        assert refused and all("waiting" in body["error"]["message"] for body in refused)  # type: ignore[index]
         wait_for(lambda: not server.worker.scheduler.running)  # type: ignore[attr-defined]
 
 
@@ -222,13 +274,16 @@ def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
             if stream:
                 connection.getresponse().read(10)
             else:
-                time.sleep(0.3)
+                wait_for(lambda: len(scheduler.running) > 0)
             connection.close()
+            wait_for(lambda: not scheduler.running, 5.0)
+        written = scheduler.counters.tokens
+        assert written < 50
         got = client(address).completions.create(model="nano", prompt="a state", max_tokens=20, temperature=0)
         want = twoscale.generate(model, [tokenizer.encode("a state")], 20, stop=(tokenizer.eot,))
         assert [tuple(s) for s in got.choices[0].steps] == want.steps[0]
         wait_for(lambda: not scheduler.running)
-        assert scheduler.held == 0 and scheduler.counters.tokens < 2 * 50 + 20
+        assert scheduler.held == 0 and scheduler.counters.tokens == written + len(got.choices[0].steps)
 
 
 TEXT = "the loop turns and a state moves; then it settles, and what was left of the step is a small turn of the same state"
@@ -358,9 +413,15 @@ def test_fuzz(loaded) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_policy_by_cost(loaded) -> None:  # type: ignore[no-untyped-def]
-    """Flat costs favour mixing by depth, costs that grow with the rows favour lockstep; and the measured choice says why."""
+    """Mixing depths pays where it makes calls fuller: with one group and flat costs. Among several groups rows scatter, and calls in lockstep
+    are the fuller ones; the measured choice says why."""
     policy, why = choose_policy(loaded[0], 4)
     assert policy in ("lockstep", "depth") and policy in why and "ms of a loop step" in why
+    sizes = (1, 2, 4, 8, 16, 32)
+    flat, steep = {n: 1.0 + 0.001 * n for n in sizes}, {n: 0.1 * n for n in sizes}
+    one = twoscale.LoopedGPT(dataclasses.replace(loaded[0].config, groups=((1, 2),)))
+    assert [choose_policy(one, 32, curve)[0] for curve in (flat, steep)] == ["depth", "lockstep"]
+    assert [choose_policy(loaded[0], 32, curve)[0] for curve in (flat, steep)] == ["lockstep", "lockstep"]
     assert at({1: 1.0, 4: 4.0}, 2) == 2.0 and at({1: 1.0, 4: 4.0}, 8) == 8.0 and at({1: 1.0, 4: 4.0}, 0.5) == 1.0
 
 

@@ -17,6 +17,7 @@ from test_model import loud
 from twoscale import exits
 from twoscale.config import ModelConfig
 from twoscale.engine import Engine, Loop
+from twoscale.engine.native import FUSED, native
 from twoscale.engine.rows import Rows, part_of
 from twoscale.model import LoopedGPT
 
@@ -322,3 +323,29 @@ def test_config_without_groups() -> None:
     gen = twoscale.generate(model, [[1, 2, 3]], 5)
     assert twoscale.forward(model, [[1, 2, 3, *gen.tokens[0]]]).logits[0, 2:-1].argmax(-1).tolist() == gen.tokens[0]
     assert gen.steps == [[()] * 5]
+
+
+@pytest.mark.parametrize("heads, head", [(2, 16), (3, 32), (2, 48), (1, 64), (2, 72), (1, 96)])
+def test_bits(heads: int, head: int) -> None:
+    """With the C kernels a row's states do not depend, to the bit, on the rows beside it: whole, in pieces, one by one, in company."""
+    if native() is None or FUSED < 512:
+        pytest.skip("the kernels are not used here, or only for few rows")
+    config = dataclasses.replace(small_model(block_size=64), n_head=heads, n_embd=heads * head)
+    model = loud(config, 0, scale=0.1)
+    chance = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, config.vocab_size, (4, 23), generator=chance).tolist()
+
+    def states(*pieces: list[int], company: int = 0) -> torch.Tensor:
+        engine = Engine(model, loops=5, exit=exits.Acceleration(1.0, normalize="steps"))
+        mine, others, found = engine.open(64), [engine.open(64) for _ in range(company)], []
+        for piece in pieces:
+            x, _ = engine.run(
+                [*((0, cache, other[: 1 + len(piece) // 2]) for cache, other in zip(others, ids[1:], strict=False)), (0, mine, piece)]
+            )
+            found.append(x[-len(piece) :])
+        return torch.cat(found)
+
+    want = states(ids[0])
+    assert torch.equal(states(*([t] for t in ids[0])), want)
+    assert torch.equal(states(ids[0][:9], ids[0][9:16], ids[0][16:]), want)
+    assert torch.equal(states(ids[0][:7], ids[0][7:8], ids[0][8:], company=3), want)

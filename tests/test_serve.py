@@ -17,6 +17,7 @@ from twoscale.serve.job import Job, Settings
 from twoscale.serve.scheduler import Policy, Scheduler
 
 POLICIES: tuple[Policy, ...] = ("lockstep", "depth")
+KVS = ("exact", "exact", "last", "exact", "ring:2")
 RULES = (exits.StepNorm(0.5), exits.Acceleration(1.0), exits.KL(0.05), exits.RandomExit(3.0), None, exits.Confidence(0.05, read="coda"))
 
 
@@ -24,10 +25,12 @@ def model_of(layout: str = "default") -> twoscale.LoopedGPT:
     return loud(dataclasses.replace(small_model(block_size=64), **LAYOUTS[layout]), 0, scale=0.1)
 
 
-def job_of(model: twoscale.LoopedGPT, seed: int, rule: exits.Rule | None = RULES[0], longest: int = 30, **changes: object) -> Job:
+def job_of(
+    model: twoscale.LoopedGPT, seed: int, rule: exits.Rule | None = RULES[0], longest: int = 30, kv: str = "exact", **changes: object
+) -> Job:
     chance = random.Random(seed)
     prompt = [chance.randrange(model.config.vocab_size) for _ in range(chance.randint(1, longest))]
-    settings = Settings(plan(rule, model.config.n_groups), model.config.loops_for(7))
+    settings = Settings(plan(rule, model.config.n_groups), model.config.loops_for(7), kv)
     sampling = Sampling(chance.choice((0.0, 0.8)))
     return dataclasses.replace(Job(prompt, chance.randint(1, 12), settings, sampling), **changes)
 
@@ -55,7 +58,7 @@ def finish(scheduler: Scheduler, rounds: int = 20_000) -> None:
 def test_invariance(policy: Policy, layout: str) -> None:
     """Thirty requests with different prompts, lengths, rules and draws, coming in while others are served: each gets what it gets alone."""
     model = model_of(layout)
-    jobs = [job_of(model, i, RULES[i % len(RULES)], sampling=Sampling(0.8 * (i % 2))) for i in range(30)]
+    jobs = [job_of(model, i, RULES[i % len(RULES)], kv=KVS[i % len(KVS)], sampling=Sampling(0.8 * (i % 2))) for i in range(30)]
     scheduler = Scheduler(model, policy, rows=9)
     for i, job in enumerate(jobs):
         scheduler.submit(job)
@@ -107,6 +110,7 @@ def test_memory_and_order(policy: Policy) -> None:
     for _ in range(20_000):
         working = scheduler.step()
         assert scheduler.held <= room and len(scheduler.running) <= 4
+        assert sum(job.cache.nbytes for job in scheduler.running if job.cache is not None) <= scheduler.held
         began += [job for job in jobs if job.cache is not None and job not in began]
         if not working:
             break
@@ -137,3 +141,30 @@ def test_poisoned(policy: Policy) -> None:
     for job in clean:
         want = twoscale.generate(model, [job.prompt], job.most, exit=job.settings.exit, loops=7, stop=(13,))
         assert job.tokens == want.tokens[0] and job.steps == want.steps[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(exits.StepNorm):
+    """A rule that goes wrong at its third step."""
+
+    def measure(self, look: exits.Look) -> float:
+        if bool((torch.as_tensor(look.k) >= 3).any()):
+            raise ZeroDivisionError
+        return 1.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rule_that_breaks(policy: Policy) -> None:
+    """Requests whose rule raises fail, told so; all others get theirs, and the scheduler goes on."""
+    model = model_of()
+    jobs = [job_of(model, i, Broken(0.1) if i % 3 == 0 else RULES[0], sampling=Sampling()) for i in range(9)]
+    scheduler = Scheduler(model, policy, rows=5)
+    for job in jobs:
+        scheduler.submit(job)
+    finish(scheduler)
+    for i, job in enumerate(jobs):
+        if i % 3 == 0:
+            assert job.finish == "error" and "failed" in job.error and job.cache is None
+        else:
+            check(model, job)
+    assert scheduler.held == 0 and not scheduler.running

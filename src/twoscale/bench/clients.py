@@ -1,9 +1,9 @@
 """Clients on loopback, in a process of their own: run as a script, so that it loads nothing but this file and httpx.
 
-Standard input has one JSON object: {"address", "clients", "seconds", "asks"}. Every client takes the next of `asks`, again from the
-beginning when they are used up: {"body": what is posted, "how": "stream" | "whole" | "vanish", "steps": those of the answer, if known}.
+Standard input has one JSON object: {"address", "clients", "seconds", "drain", "asks"}. Every client takes the next of `asks`, again from
+the beginning when they are used up: {"body": what is posted, "how": "stream" | "whole" | "vanish", "steps": those of the answer, if known}.
 Standard output has `start` when every client has had its first answer, or refusal, `stop` so many seconds later, and then what was found,
-as JSON.
+as JSON; from then on nobody asks, and for up to `drain` seconds those that are still waiting may have their answers.
 """
 
 import asyncio
@@ -86,14 +86,14 @@ async def ask(client: httpx.AsyncClient, address: str, given: dict[str, Any], ta
     tally.first.append(first - began)
 
 
-async def main(address: str, clients: int, seconds: float, asks: list[dict[str, Any]]) -> None:
-    tally, todo = Tally(), itertools.cycle(asks)
+async def main(address: str, clients: int, seconds: float, drain: float, asks: list[dict[str, Any]]) -> None:
+    tally, todo, stopping = Tally(), itertools.cycle(asks), asyncio.Event()
     events = [asyncio.Event() for _ in range(clients)]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
 
         async def one(heard: asyncio.Event) -> None:
-            while True:
+            while not stopping.is_set():
                 try:
                     await ask(client, address, next(todo), tally, heard)
                 except (httpx.HTTPError, ValueError, KeyError) as error:
@@ -108,7 +108,11 @@ async def main(address: str, clients: int, seconds: float, asks: list[dict[str, 
         began = CLOCK()
         await asyncio.sleep(seconds)
         tell("stop")
-        told = {"seconds": CLOCK() - began, **vars(tally)}
+        told = {"seconds": CLOCK() - began, "tokens": tally.tokens, "latency": list(tally.latency), "first": list(tally.first)}
+        stopping.set()
+        if drain:
+            await asyncio.wait(tasks, timeout=drain)
+        told |= {"counts": tally.counts, "troubles": tally.troubles}
         for task in tasks:
             task.cancel()
     tell(json.dumps(told))

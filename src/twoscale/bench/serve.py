@@ -174,7 +174,7 @@ def scheduled(model: LoopedGPT, load: Load, policy: Policy, rule: exits.Rule | N
 
 def over_http(model: LoopedGPT, load: Load, policy: Policy, tokenizer: Any) -> Result:
     """The same load through the door on loopback, from a process of its own."""
-    from twoscale.serve.app import Limits, Server
+    from twoscale.serve.server import Limits, Server
 
     scheduler = Scheduler(model, policy, rows=load.clients)
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
@@ -189,12 +189,14 @@ def over_http(model: LoopedGPT, load: Load, policy: Policy, tokenizer: Any) -> R
     return _between(before, after, found["seconds"], found["latency"], found["first"])
 
 
-def ask_from_outside(server: Any, clients: int, seconds: float, asks: list[dict[str, Any]], mark: Callable[[], object]) -> dict[str, Any]:
+def ask_from_outside(
+    server: Any, clients: int, seconds: float, asks: list[dict[str, Any]], mark: Callable[[], object], drain: float = 0.0
+) -> dict[str, Any]:
     """Run clients.py against a server in a thread of this process; `mark` is called when its clients start and when they stop."""
     from twoscale.serve.app import create_app
     from twoscale.serve.local import running
 
-    asked, last = {"clients": clients, "seconds": seconds, "asks": asks}, ""
+    asked, last = {"clients": clients, "seconds": seconds, "drain": drain, "asks": asks}, ""
     with (
         resources.as_file(resources.files("twoscale.bench").joinpath("clients.py")) as script,
         running(create_app(server)) as address,

@@ -2,8 +2,8 @@
 
 import itertools
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 from twoscale.bench.serve import LOOPS, Drawn, Load, ask_from_outside
 from twoscale.engine import generate
 from twoscale.model import LoopedGPT
-from twoscale.serve.scheduler import Scheduler
+from twoscale.serve.scheduler import Policy, Scheduler
 
 KNOWN = 48  # requests whose answers are computed beforehand, each alone
 HOWS = ("stream", "whole", "stream", "vanish")
+KVS = ("exact", "exact", "exact", "exact", "last")
 GROWTH = 0.02  # of the memory after warm-up
 
 
@@ -25,43 +26,57 @@ def resident() -> float:
 
 
 def soak(model: LoopedGPT, load: Load, tokenizer: Any, seconds: float, say: Callable[[str], object]) -> int:
-    """Twice as many clients as rows and queue can hold; exit code 1 where something was not as it must be."""
-    from twoscale.serve.app import Limits, Server
+    """Twice as many clients as rows and queue can hold, half of the time by each policy; exit code 1 where anything is amiss."""
+    from twoscale.serve.server import Limits, Server
 
-    rule = Drawn(1e-9)
-    rules = dict.fromkeys(range(model.config.n_groups), rule)
-    jobs = list(itertools.islice(load.jobs(model, rule), KNOWN))
+    rules = dict.fromkeys(range(model.config.n_groups), Drawn(1e-9))
+    asks, half, clean = _asks(model, load, tokenizer), max(1, load.clients // 2), True
+    policies: tuple[Policy, ...] = ("lockstep", "depth")
+    for policy in policies:
+        scheduler = Scheduler(model, policy, rows=half)
+        server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, LOOPS), limits=Limits(seconds=600.0, queue=half))
+        say(f"{policy}, {seconds / 2:.0f} s")
+        with sampling(seconds / 600) as samples:
+            found = ask_from_outside(server, 2 * load.clients, seconds / 2, asks, lambda: None, drain=300.0)
+        counts, tenth = found["counts"], max(1, len(samples) // 10)
+        lost = counts["asked"] - sum(counts[name] for name in ("answered", "refused", "vanished", "wrong"))
+        early, late = median(samples[2 * tenth : 4 * tenth] or samples), median(samples[-2 * tenth :])
+        told = ", ".join(f"{name} {number}" for name, number in counts.items())
+        say(f"{policy}: {told}, lost {lost}; {found['tokens']} tokens in {found['seconds']:.0f} s")
+        say(f"memory {early:.0f} MB after warm-up, {late:.0f} MB at the end, highest {max(samples):.0f} MB")
+        say(f"left over: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting, {scheduler.held} bytes of cache")
+        for words in found["troubles"]:
+            say(f"wrong: {words}")
+        left = len(scheduler.running) + len(scheduler.waiting) + scheduler.held
+        clean = clean and not counts["wrong"] and not lost and not left and late <= early * (1 + GROWTH)
+    say("clean" if clean else "NOT clean")
+    return 0 if clean else 1
+
+
+def _asks(model: LoopedGPT, load: Load, tokenizer: Any) -> list[dict[str, Any]]:
+    """Requests of several kinds, with the steps that each takes alone. Depths are drawn by place and token, so steps tell tokens."""
     asks = []
-    for i, job in enumerate(jobs):
-        # Depths are drawn by place and token, so the steps tell whether the tokens are right.
-        alone = generate(model, [job.prompt], job.most, exit=rule, loops=LOOPS, stop=(tokenizer.eot,))
-        body = {"prompt": job.prompt, "max_tokens": job.most, "temperature": 0}
+    for i, job in enumerate(itertools.islice(load.jobs(model, Drawn(1e-9)), KNOWN)):
+        kv = KVS[i % len(KVS)]
+        alone = generate(model, [job.prompt], job.most, exit=Drawn(1e-9), loops=LOOPS, kv=kv, stop=(tokenizer.eot,))
+        body = {"prompt": job.prompt, "max_tokens": job.most, "temperature": 0, "kv": kv}
         asks.append({"body": body, "how": HOWS[i % len(HOWS)], "steps": [list(s) for s in alone.steps[0]]})
-    half = max(1, load.clients // 2)
-    scheduler = Scheduler(model, "lockstep", rows=half)
-    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, LOOPS), limits=Limits(seconds=600.0, queue=half))
-    samples: list[float] = []
-    done = threading.Event()
+    return asks
+
+
+@contextmanager
+def sampling(interval: float) -> Iterator[list[float]]:
+    """Memory of this process, looked at again and again."""
+    samples, done = [resident()], threading.Event()
 
     def watch() -> None:
-        while not done.wait(max(0.05, seconds / 600)):
+        while not done.wait(max(0.05, interval)):
             samples.append(resident())
 
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
-    began = time.perf_counter()
-    found = ask_from_outside(server, 2 * load.clients, seconds, asks, lambda: say(f"{time.perf_counter() - began:5.0f} s"))
-    done.set()
-    watching.join()
-    counts = found["counts"]
-    tenth = max(1, len(samples) // 10)
-    early, late = median(samples[2 * tenth : 4 * tenth] or samples), median(samples[-2 * tenth :])
-    say(", ".join(f"{name} {number}" for name, number in counts.items()) + f", {found['tokens']} tokens in {found['seconds']:.0f} s")
-    say(f"memory {early:.0f} MB after warm-up, {late:.0f} MB at the end, highest {max(samples):.0f} MB")
-    say(f"left over: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting, {scheduler.held} bytes of cache")
-    for words in found["troubles"]:
-        say(f"wrong: {words}")
-    lost = counts["asked"] - sum(counts[name] for name in ("answered", "refused", "vanished", "wrong"))
-    say(f"still on their way at the end: {lost} of {2 * load.clients} clients")
-    clean = not counts["wrong"] and lost <= 2 * load.clients and not scheduler.running and not scheduler.waiting and not scheduler.held
-    return 0 if clean and late <= early * (1 + GROWTH) else 1
+    try:
+        yield samples
+    finally:
+        done.set()
+        watching.join()

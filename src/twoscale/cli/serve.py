@@ -45,8 +45,9 @@ def run(args: list[str]) -> int:
     try:
         import uvicorn
 
-        from twoscale.serve.app import Limits, Server, create_app
+        from twoscale.serve.app import create_app
         from twoscale.serve.local import listen
+        from twoscale.serve.server import Limits, Server
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}: pip install 'twoscale[serve]'") from None
     from twoscale.cli.explore import open_session

@@ -92,13 +92,20 @@ class Tokenizer:
         return cls(pipeline, _end(folder, pipeline))
 
 
+CONTEXT = 16
+
+
 class Pieces:
     """Tokens one after the other, each with the text that it adds; a character that is cut belongs to the token that completes it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
+        """`after` are tokens that stand before, whose text is not asked for."""
         self.tokenizer = tokenizer
+        # Only the newest tokens are decoded, and those before them, on which their spelling may depend.
         self.ids: list[int] = []
         self.shown = ""
+        for token in after[-CONTEXT:]:
+            self.add(token)
 
     def add(self, token: int) -> str:
         self.ids.append(token)
@@ -106,6 +113,9 @@ class Pieces:
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character is still to come
             return ""
         new, self.shown = text[len(self.shown) :], text
+        if len(self.ids) > 2 * CONTEXT:
+            self.ids = self.ids[-CONTEXT:]
+            self.shown = self.tokenizer.decode(self.ids)
         return new
 
     def rest(self) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -80,8 +81,9 @@ class Engine:
         self.first_layers = [0]
         for layers, _ in self.config.stages:
             self.first_layers.append(self.first_layers[-1] + len(layers))
-        self._tables: dict[int, Tensor] = {}
+        self._tables = _tables_of(model, seed, self._like)
         self._numbers = (ctypes.c_float * 4)()
+        self.nothing = torch.empty(0, device=self.device)
         self.no_rows = Rows([], torch.empty(3, 0, dtype=torch.int64, device=self.device))
 
     def meter(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
@@ -90,7 +92,8 @@ class Engine:
         numbers = self._numbers if n == 1 else (ctypes.c_float * (4 * n))()
         threads = 1 if n * C < PARALLEL else torch.get_num_threads()
         self.library.measure(threads, n, C, before.data_ptr(), after.data_ptr(), last.data_ptr(), numbers)  # type: ignore[union-attr]
-        return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).unbind(dim=1)  # type: ignore[return-value]
+        # As doubles, which a single token's plain floats are: a token must not pass or fail by who is beside it.
+        return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
 
     @property
     def token_by_token(self) -> bool:
@@ -175,8 +178,19 @@ class Engine:
             return start_state(c, group, e, positions, self.noise)
         if group not in self._tables:
             every = torch.arange(c.block_size, device=e.device)
-            self._tables[group] = self.noise(group, every, c.n_embd).to(e.dtype)
+            self._tables[group] = self.noise(group, every, c.n_embd).to(self._like)
         return self._tables[group][positions]
+
+
+_TABLES: WeakKeyDictionary[LoopedGPT, tuple[object, dict[int, Tensor]]] = WeakKeyDictionary()
+
+
+def _tables_of(model: LoopedGPT, seed: int, like: Tensor) -> dict[int, Tensor]:
+    """Start states of all positions, by group: the engines of a model share them, as long as they have the same seed."""
+    key = (seed, like.dtype, like.device)
+    if model not in _TABLES or _TABLES[model][0] != key:
+        _TABLES[model] = (key, {})
+    return _TABLES[model][1]
 
 
 class Loop:
@@ -188,11 +202,16 @@ class Loop:
         self.engine, self.group, self.most = engine, group, engine.loops[group.index]
         self.layers = range(engine.first_layers[stage], engine.first_layers[stage + 1])
         self.watch: Watch | None = None
-        self.rows = engine.no_rows
-        self.x = self.injected = torch.empty(0, device=engine.device)
+        self._empty()
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def _empty(self) -> None:
+        """Nobody is inside, and nothing is held for anybody."""
+        self.rows, self.x, self.injected = self.engine.no_rows, self.engine.nothing, self.engine.nothing
+        self.rope: Rope | None = None
+        self.attention = self.rows.attention(0, 0)
 
     def admit(self, rows: Rows, e: Tensor, start: Tensor | None = None) -> None:
         """Rows enter the group with the input e (N, C); those that are inside already stay at their steps."""
@@ -223,7 +242,7 @@ class Loop:
         if len(stay):
             self._stay(stay)
         else:
-            self.rows = self.engine.no_rows
+            self._empty()
 
     def _stay(self, stay: Tensor) -> None:
         """Only the rows of `stay`, ascending int64."""
@@ -253,7 +272,7 @@ class Loop:
         for layer in self.layers:
             part.cache.layers[layer].settle(part.k, part.at)
         kept = before if passed and self._printed else after
-        self.rows = self.engine.no_rows
+        self._empty()
         return Left(rows.places, self.group.leave(kept), torch.tensor([part.k], device=after.device))
 
     def _release(self, before: Tensor, after: Tensor, passed: Tensor | bool | None) -> Left | None:
@@ -274,7 +293,7 @@ class Loop:
         rows.leave(self.layers, gone)
         result = Left(rows.places[gone], self.group.leave(after.index_select(0, gone)), rows.steps_of(gone))
         if len(gone) == rows.n:
-            self.rows = self.engine.no_rows
+            self._empty()
             return result
         self.x = after
         self._stay((~left).nonzero().flatten())

@@ -144,10 +144,13 @@ static void share(int all_of, int part, int parts, int *first, int *last) {
 /* A matrix shared among the threads, who take some panels at a time as they find time: a core that is held up holds up
  * nobody. `next` counts the panels that are taken; it begins at 0. */
 #define GRAB 8
+#define SLICE 510 /* rows at a time, which stay near: whole tiles of 6 */
 static void matrix(int n, int I, int O, const float *w, const float *x, long ldx, float *y, long ldy, int *next) {
     int panels = (O + PANEL - 1) / PANEL, first;
     while ((first = __atomic_fetch_add(next, GRAB, __ATOMIC_RELAXED)) < panels)
-        some_panels(n, I, O, first, first + GRAB < panels ? first + GRAB : panels, w, x, ldx, y, ldy);
+        for (int t = 0; t < n; t += SLICE)
+            some_panels(n - t < SLICE ? n - t : SLICE, I, O, first, first + GRAB < panels ? first + GRAB : panels, w, x + t * ldx, ldx,
+                        y + t * ldy, ldy);
 }
 
 static void norm(int C, const float *x, const float *gain, float eps, float *y) {
@@ -268,6 +271,13 @@ static void mix(int D, int first, int end, const float *score, const float *valu
             for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(at + 8 * j), acc[j]);
         }
         for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * all(each));
+    }
+    for (; i + 32 <= D; i += 32) { /* as look_twice does, to the bit */
+        v8 acc[4];
+        for (int j = 0; j < 4; j++) acc[j] = load(y + i + 8 * j);
+        for (p = first; p < end; p++)
+            for (int j = 0; j < 4; j++) acc[j] = fma8(all(score[p]), load(values + (long)p * D + i + 8 * j), acc[j]);
+        for (int j = 0; j < 4; j++) store(y + i + 8 * j, acc[j] * all(each));
     }
     for (; i < D; i++) {
         float acc = y[i];

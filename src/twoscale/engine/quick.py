@@ -3,7 +3,7 @@
 The copy shares the model's parameters and its code; only linear maps, norms and blocks are swapped for modules that
 compute the same in less time. `kernels` says with what:
 
-    auto    up to some hundred rows: the C kernels of native.c, where they could be built; more rows: as `packed`
+    auto    the C kernels of native.c, where they could be built and are the quickest; else as `packed`
     packed  weights packed once for oneDNN, by the operators that torch's own compiler uses; small matrices as `plain`
     plain   F.linear everywhere
 

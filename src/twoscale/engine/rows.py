@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twoscale.engine.cache import Cache, Place
-from twoscale.engine.native import ROWS, Seen
+from twoscale.engine.native import FUSED, Seen
 from twoscale.model.group import Layers
 
 
@@ -56,8 +56,8 @@ class Rows:
         self.parts, self.who, self.library = parts, who, library
         self.positions, self.tokens, self.places = who.unbind()
         self.n = who.shape[1]
-        self.native = library is not None and 0 < self.n <= ROWS and not all(part.causal for part in parts)
-        """Whether the C kernels take them: not too many, and not whole sequences from their beginning, which torch's attention is for."""
+        self.native = library is not None and 0 < self.n <= FUSED
+        """Whether a fused block takes them."""
 
     def __len__(self) -> int:
         return self.n
@@ -136,7 +136,7 @@ class Rows:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D)."""
-        if self.library is not None and not all(part.causal for part in self.parts):
+        if self.library is not None:
             return self._attend_native(layer, q, k, v)
         gqa = q.shape[2] != k.shape[2]
         outs, first = [], 0

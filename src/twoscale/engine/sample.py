@@ -37,7 +37,7 @@ class Sampling:
         """Token number `index` of a text from logits (V,); `stream` tells texts apart that share a seed."""
         if self.temperature == 0:
             return int(logits.argmax())
-        p, tokens = torch.softmax(logits.double() / self.temperature, dim=-1).sort(descending=True, stable=True)
+        p, tokens = torch.softmax((logits.double() - logits.max()) / self.temperature, dim=-1).sort(descending=True, stable=True)
         if self.top_k is not None:
             p = p[: self.top_k]
         total = p.cumsum(dim=-1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import Look, Numbers, Rule, check_number
+from twoscale.exits.rule import MOST, Look, Numbers, Rule, check_number
 from twoscale.model.noise import fold, keyed_uniform
 
 
@@ -23,8 +23,10 @@ class RandomExit(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "least", 1, 1_000_000)
-        check_number(self, "mean", self.least, 1_000_000)
+        check_number(self, "least", 1, MOST)
+        check_number(self, "mean", self.least, MOST)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or abs(self.seed) >= 2**63:
+            raise UserError(f"RandomExit: seed = {self.seed!r}, but it is a whole number")
 
     def remember(self, look: Look) -> Tensor:
         return self._depth(look)

@@ -29,6 +29,7 @@ from twoscale.config import UserError
 from twoscale.geometry.steps import length
 
 Reading = Literal["lens", "coda"]
+MOST = 1_000_000
 
 # (before, after, last step) (N, C) -> ||D||, ||D - last||, ||last||, ||before||; `last` becomes D
 Meter = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
@@ -168,8 +169,7 @@ class Rule:
     def __post_init__(self) -> None:
         for name in ("hits", "min_steps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{type(self).__name__}: {name} = {value!r}, but it is a whole number of at least 1")
+            check_count(self, name, value)
         if self.keep not in ("newest", "printed"):
             raise UserError(f"{type(self).__name__}: keep = {self.keep!r}, choose newest or printed")
 
@@ -202,9 +202,15 @@ class Threshold(Rule):
 
 def check_number(rule: Rule, name: str, low: float, high: float) -> None:
     value = getattr(rule, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    whole = isinstance(value, int) and abs(value) > 2**53  # would not survive as a float
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or whole:
         bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
         raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it is a number {bounds}")
+
+
+def check_count(rule: Rule, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it is a whole number of at least 1 and at most {MOST}")
 
 
 class Watch:

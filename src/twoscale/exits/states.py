@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import Look, Numbers, Rule, Threshold, check_number
+from twoscale.exits.rule import Look, Numbers, Rule, Threshold, check_count, check_number
 from twoscale.geometry.steps import EPS, beside, length
 
 
@@ -88,8 +88,7 @@ class Fixed(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise UserError(f"Fixed: k = {self.k!r}, but it is a whole number of at least 1")
+        check_count(self, "k", self.k)
 
     def measure(self, look: Look) -> Numbers:
         return self.k - look.k

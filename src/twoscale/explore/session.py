@@ -4,8 +4,10 @@ Shapes: G group, K loop step, C width, V vocabulary.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from twoscale import exits
 from twoscale.config import UserError
 from twoscale.data import Pieces, Tokenizer
 from twoscale.engine import Text, stream
+from twoscale.engine.native import release_threads
 from twoscale.geometry import pca, steps as step_statistics
 from twoscale.geometry.record import group_names
 from twoscale.model import LoopedGPT
@@ -22,6 +25,9 @@ from twoscale.tracing import trace
 MOST_TOKENS = 512  # prompt and answer: bounds what one visitor can make us hold
 MOST_LOOPS = 64
 TOP = 5
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -123,9 +129,19 @@ class Session:
         self.model, self.tokenizer, self.name, self.calibrated = model, tokenizer, name, calibrated
         self.groups = group_names(model.config.groups)
         self.layers = [len(g) for g in model.config.groups]
+        self._thread = ThreadPoolExecutor(1, "twoscale explorer")
+
+    def _compute(self, what: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call something in the one thread that computes, whoever asks: a page serves every click from another one, and each would
+        get OpenMP helpers of its own."""
+        return self._thread.submit(what, *args, **kwargs).result()
 
     def warm_up(self) -> None:
         """Pack the weights and build what is built on first use, before the first visitor waits for it."""
+        release_threads()
+        self._compute(self._warm_up)
+
+    def _warm_up(self) -> None:
         for exit in (exits.Acceleration(1.0), None):
             for _ in stream(self.model, [self.tokenizer.eot], 2, exit=exit, loops=4):
                 pass
@@ -180,7 +196,7 @@ class Session:
     def _go_on(self, lane: Lane, text: Iterator[Text], spelt: Pieces) -> None:
         """One more token in one lane."""
         started = time.perf_counter()
-        now = next(text, None)
+        now = self._compute(next, text, None)
         lane.seconds += time.perf_counter() - started
         if now is None:
             lane.done = True
@@ -195,9 +211,12 @@ class Session:
         if lane.done:
             lane.pieces[-1] += spelt.rest()
 
-    @torch.inference_mode()
     def inspect(self, lane: Lane, index: int, loops: int, seed: int = 0) -> Inspection:
         """The pass that chose token `index` of a text, with all loop steps, whether they were taken or not."""
+        return self._compute(self._inspect, lane, index, loops, seed)
+
+    @torch.inference_mode()
+    def _inspect(self, lane: Lane, index: int, loops: int, seed: int) -> Inspection:
         if not 1 <= index < len(lane.ids):
             raise UserError("nothing chose the first token: click a later one")
         taken = lane.steps[index]

@@ -1,20 +1,32 @@
 """What comes in, as OpenAI's clients send it, with our additions: `exit`, `tau`, `loops` and `kv`."""
 
+import secrets
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.engine.cache import parse_kv
 from twoscale.engine.sample import Sampling
 from twoscale.exits import plan
 from twoscale.model import LoopedGPT
 from twoscale.serve.job import Job, Settings
 
-MOST_N, MOST_STOPS, MOST_PROMPTS, MOST_LOOPS = 16, 8, 16, 256
+MOST_N, MOST_STOPS, MOST_PROMPTS, MOST_TEXTS, MOST_LOOPS = 16, 8, 16, 64, 256
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Word = Annotated[str, Field(max_length=200)]
 Count = Annotated[int, Field(ge=1, le=MOST_LOOPS)]
+Number = FiniteFloat | int
+
+
+class StreamOptions(BaseModel):
+    """What is asked of a stream."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = False
 
 
 class CompletionRequest(BaseModel):
@@ -23,21 +35,31 @@ class CompletionRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str = Field("", max_length=200)
-    prompt: str | list[Token] | list[str] | list[list[Token]] = Field(...)
-    max_tokens: int = Field(16, ge=1, le=1_000_000)
-    temperature: FiniteFloat | int | None = Field(1.0, ge=0, le=2)
-    top_p: FiniteFloat | int | None = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1, le=MOST_N)
-    stream: bool = False
-    stream_options: dict[str, bool] | None = None
+    prompt: str | Tokens | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Tokens], Field(fail_fast=True)] = Field(...)
+    max_tokens: int | None = Field(16, ge=1, le=1_000_000)
+    temperature: Number | None = Field(1.0, ge=0, le=2)
+    top_p: Number | None = Field(1.0, gt=0, le=1)
+    n: int | None = Field(1, ge=1, le=MOST_N)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
-    echo: Literal[False] = False
-    stop: Word | Annotated[list[Word], Field(max_length=MOST_STOPS)] | None = None
+    echo: Literal[False] | None = False
+    stop: Word | Annotated[list[Word], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    suffix: Literal[""] | None = Field(None, description="not served; so are the next four, where they are more than nothing")
+    best_of: int | None = Field(None, ge=1, le=MOST_N)
+    presence_penalty: Number | None = Field(0, ge=0, le=0)
+    frequency_penalty: Number | None = Field(0, ge=0, le=0)
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     exit: str | None = Field(None, max_length=200, description="`auto` (as calibrated), `none`, NAME or NAME:VALUE,setting=value")
-    tau: FiniteFloat | int | None = Field(None, ge=0, le=1e9, description="threshold, where `exit` is a name alone")
-    loops: Count | Annotated[list[Count], Field(max_length=64)] | None = None
+    tau: Number | None = Field(None, ge=0, le=1e9, description="threshold, where `exit` is a name alone")
+    loops: Count | Annotated[list[Count], Field(max_length=64, fail_fast=True)] | None = None
     kv: Annotated[str, Field(max_length=20)] = "exact"
+
+    @property
+    def texts(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
 
     def stops(self) -> list[str]:
         found = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -47,18 +69,22 @@ class CompletionRequest(BaseModel):
 class Refused(UserError):
     """A request that cannot be served, with the name of what is wrong."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.status = param, status
 
 
 def jobs_of(
     given: CompletionRequest, prompts: list[list[int]], model: LoopedGPT, eot: int, calibrated: tuple[Any, int] | None, most_loops: int
 ) -> list[Job]:
     """The jobs of a request: n for each prompt."""
+    if given.best_of is not None and given.best_of > given.texts:
+        raise Refused("best_of is not served", "best_of")
+    if len(prompts) * given.texts > MOST_TEXTS:
+        raise Refused(f"at most {MOST_TEXTS} texts in a request", "n")
     settings = settings_of(given, model, calibrated, most_loops)
     temperature = 1.0 if given.temperature is None else float(given.temperature)
-    sampling = Sampling(temperature, None, float(given.top_p or 1.0), given.seed or 0)
+    sampling = Sampling(temperature, None, float(given.top_p or 1.0), secrets.randbits(63) if given.seed is None else given.seed)
     size = model.config.block_size
     jobs = []
     for ids in prompts:
@@ -68,8 +94,8 @@ def jobs_of(
             raise Refused(f"token {max(ids)} does not exist, the vocabulary has {model.config.vocab_size}", "prompt")
         if len(ids) > size:
             raise Refused(f"the prompt has {len(ids)} tokens, the context {size}", "prompt")
-        most = min(given.max_tokens, size - len(ids) + 1)
-        for i in range(given.n):
+        most = min(given.max_tokens or size, size - len(ids) + 1)
+        for i in range(given.texts):
             jobs.append(Job(ids, most, settings, sampling, frozenset({eot}), stream=i, logprobs=given.logprobs))
     return jobs
 
@@ -91,15 +117,16 @@ def settings_of(given: CompletionRequest, model: LoopedGPT, calibrated: tuple[An
             raise Refused("tau is given twice, in exit and in tau", "tau")
         rule = f"{rule}:{float(given.tau)!r}"
     try:
-        if isinstance(rule, str) and "file=" in rule:
-            raise UserError("a rule by request cannot read files")
+        if isinstance(rule, str) and rule.partition(":")[0].strip().lower() == "learned":
+            raise UserError("a learned rule has its weights in a file, which no request may name")
         rules = plan(rule, model.config.n_groups)
         if any(isinstance(r, exits.Gate) for r in rules) and not model.config.exit_gate:
             raise UserError("this model has no learned gate")
         counts = model.config.loops_for(loops)
-        if max(counts, default=0) > most_loops:
+        if given.loops is not None and max(counts, default=0) > most_loops:
             raise UserError(f"at most {most_loops} loops are served")
+        parse_kv(given.kv)
         settings = Settings(rules, counts, given.kv, 0)
-    except UserError as error:
+    except (UserError, TypeError, ValueError, OverflowError) as error:
         raise Refused(str(error), "exit" if given.exit else "loops") from None
     return settings

@@ -10,6 +10,7 @@ from twoscale.serve.scheduler import Policy
 
 SPREAD = (3, 12)  # steps that tokens are taken to need, evenly spread
 REPEATS = 5
+PAYS = 0.95  # mixing depths has costs of its own
 
 
 def cost_curve(model: LoopedGPT, rows: int, loops: int = 4) -> dict[int, float]:
@@ -42,19 +43,19 @@ def at(curve: dict[int, float], rows: float) -> float:
     return curve[known[-1]] * rows / known[-1]
 
 
-def choose_policy(model: LoopedGPT, rows: int) -> tuple[Policy, str]:
+def choose_policy(model: LoopedGPT, rows: int, curve: dict[int, float] | None = None) -> tuple[Policy, str]:
     """The policy with the lower cost of a row's step, and the reason in words.
 
     In lockstep rows leave a loop one after the other, so calls grow small towards its end. By depth rows are spread over the groups, so
-    every call has about rows / groups of them.
+    every call has about rows / groups of them. The curve is measured where none is given.
     """
-    curve = cost_curve(model, rows)
+    curve = curve or cost_curve(model, rows)
     low, high = SPREAD
     left = [rows * (min(high, high - k + 1) / (high - low + 1) if k > low else 1.0) for k in range(1, high + 1)]
     lockstep = sum(at(curve, n) for n in left) / sum(left)
     part = rows / max(1, model.config.n_groups)
     depth = at(curve, part) / max(1.0, part)
-    policy: Policy = "depth" if depth < lockstep else "lockstep"
+    policy: Policy = "depth" if depth < PAYS * lockstep else "lockstep"
     shown = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in curve.items())
     costs = f"a row's step {1e6 * lockstep:.0f} us in lockstep, {1e6 * depth:.0f} us by depth"
     return policy, f"{policy} (ms of a loop step by rows {shown}; {costs})"

@@ -64,11 +64,19 @@ class Job:
         """Tokens that its cache must hold; the last new one is never read."""
         return len(self.prompt) + self.most - 1
 
-    def next_tokens(self, most: int) -> list[int]:
-        """What goes through next: a piece of the prompt, or the newest token."""
-        if self.fed < len(self.prompt):
-            return self.prompt[self.fed : self.fed + most]
-        return self.tokens[-1:]
+    @property
+    def reading(self) -> bool:
+        return self.fed < len(self.prompt)
+
+    def next_tokens(self, piece: int) -> list[int]:
+        """What goes through next: a piece of the prompt, or the newest token.
+
+        Pieces begin at whole multiples of their size, whatever others do. Where keys and values of earlier steps are not all kept a prompt
+        is read whole, as `generate` does: cut elsewhere it would be read differently.
+        """
+        if not self.reading:
+            return self.tokens[-1:]
+        return self.prompt[self.fed : (self.fed // piece + 1) * piece if self.settings.kv == "exact" or piece == 1 else None]
 
     def take(self, logits: Tensor, likeliest: int, finite: bool, steps: tuple[int, ...]) -> None:
         """One more token from logits (V,), of which one is the likeliest and all or not all are finite."""
@@ -82,7 +90,7 @@ class Job:
             pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
             self.likely.append([(token, float(told[token])), *pairs])
         self.first = self.first or time.perf_counter()
-        self.tokens.append(token)
         self.steps.append(steps)
+        self.tokens.append(token)  # last: whoever reads meanwhile finds all that belongs to it
         if token in self.stop or len(self.tokens) == self.most:
             self.finish = "stop" if token in self.stop else "length"

@@ -9,6 +9,7 @@ Which is quicker depends on what a call costs with few and with many rows, so it
 depends on who else is served: rows see their own sequence alone, and the kernels sum in one order.
 """
 
+import logging
 import math
 import threading
 import time
@@ -30,6 +31,7 @@ from twoscale.model import LoopedGPT
 from twoscale.model.group import LoopGroup
 from twoscale.serve.job import Job, Settings
 
+LOG = logging.getLogger("twoscale.serve")
 Policy = Literal["lockstep", "depth"]
 ALONE = 0  # the number of every sequence: rules that draw by it draw as if each were served alone
 CHUNK = 64  # tokens of prompts in one round, so that those who write do not wait long for those who read
@@ -45,10 +47,19 @@ class Counters:
     """Rows in all these calls."""
     tokens: int = 0
     """New tokens."""
+    passed: int = 0
+    """Tokens that went through the network, those of prompts included."""
     engine_seconds: float = 0.0
     finished: int = 0
     steps: list[int] = field(default_factory=list)
     """Applications of each group's map to one token."""
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What happens in here is the engine's time."""
+        started = time.perf_counter()
+        yield
+        self.engine_seconds += time.perf_counter() - started
 
 
 class Way(Protocol):
@@ -56,6 +67,9 @@ class Way(Protocol):
 
     def step(self, jobs: Sequence[Job], counters: Counters) -> list[tuple[Job, Tensor, Tensor]]:
         """Do some work for these jobs; returns those whose tokens have come through: (job, states (n, C), steps (n, G))."""
+
+    def forget(self, job: Job) -> None:
+        """A job is taken away, wherever it is."""
 
 
 class Lockstep:
@@ -67,20 +81,23 @@ class Lockstep:
     def step(self, jobs: Sequence[Job], counters: Counters) -> list[tuple[Job, Tensor, Tensor]]:
         feeds, room = [], CHUNK
         for job in jobs:
-            new = job.next_tokens(max(1, room))
-            if job.fed < len(job.prompt):
-                if room <= 0:
-                    continue  # its piece comes in a later round
-                room -= len(new)
+            if job.reading and room <= 0:
+                continue  # its piece comes in a later round
+            new = job.next_tokens(1 if self.engine.token_by_token else CHUNK)
+            room -= len(new) if job.reading else 0
             assert job.cache is not None
             feeds.append((job, (ALONE, job.cache, new)))
         before = sum(self.engine.work)
-        x, steps = self.engine.run([feed for _, feed in feeds])
+        with counters.timed():
+            x, steps = self.engine.run([feed for _, feed in feeds])
         counters.calls += int(steps.max(dim=0).values.sum()) if steps.numel() else 1
         counters.rows += sum(self.engine.work) - before
         ends = list(accumulate(len(feed[2]) for _, feed in feeds))
         firsts = [0, *ends[:-1]]
         return [(job, x[a:b], steps[a:b]) for (job, _), a, b in zip(feeds, firsts, ends, strict=True)]
+
+    def forget(self, job: Job) -> None:
+        """Between rounds nothing is held for anybody."""
 
 
 @dataclass(eq=False)
@@ -112,7 +129,6 @@ class Depth:
 
     @torch.inference_mode()
     def step(self, jobs: Sequence[Job], counters: Counters) -> list[tuple[Job, Tensor, Tensor]]:
-        self._forget(set(jobs))
         self._take_off(jobs)
         if not self.flights:
             return []
@@ -125,9 +141,9 @@ class Depth:
         counters.calls += 1
         counters.rows += sizes[stage]
         if stage in self.loops:
-            self._turn(stage, waiting.get(stage, []))
+            self._turn(stage, waiting.get(stage, []), counters)
         else:
-            self._pass(stage, waiting[stage])
+            self._pass(stage, waiting[stage], counters)
         done = [f for f in self.flights.values() if f.stage == len(self.engine.model.stages)]
         for flight in done:
             del self.flights[flight.job]
@@ -137,10 +153,10 @@ class Depth:
         """Jobs whose last tokens have landed go again."""
         room = CHUNK - sum(len(f.x) for f in self.flights.values() if len(f.x) > 1)
         for job in jobs:
-            if job in self.flights or (job.fed < len(job.prompt) and room <= 0):
+            if job in self.flights or (job.reading and room <= 0):
                 continue
-            new = job.next_tokens(1 if self.engine.token_by_token else max(1, room))
-            room -= len(new) if job.fed < len(job.prompt) else 0
+            new = job.next_tokens(1 if self.engine.token_by_token else CHUNK)
+            room -= len(new) if job.reading else 0
             cache, device = job.cache, self.engine.device
             assert cache is not None
             part = part_of(ALONE, cache, cache.length, len(new))
@@ -158,16 +174,17 @@ class Depth:
             flight.part.k = 0
         return Rows([f.part for f in flights], who, self.engine.library)
 
-    def _pass(self, stage: int, flights: Sequence[Flight]) -> None:
+    def _pass(self, stage: int, flights: Sequence[Flight], counters: Counters) -> None:
         """A plain stage."""
-        rows = self._rows(flights)
-        x = self.engine.plain(stage, torch.cat([f.x for f in flights]), self.engine.model.rope(rows.positions), rows)
+        rows, x = self._rows(flights), torch.cat([f.x for f in flights])
+        with counters.timed():
+            x = self.engine.plain(stage, x, self.engine.model.rope(rows.positions), rows)
         first = 0
         for flight in flights:
             flight.x, first = x[first : first + len(flight.x)], first + len(flight.x)
             flight.stage = stage + 1
 
-    def _turn(self, stage: int, flights: Sequence[Flight]) -> None:
+    def _turn(self, stage: int, flights: Sequence[Flight], counters: Counters) -> None:
         """One step of a loop; those that wait before it join."""
         loop = self.loops[stage]
         if flights:
@@ -177,11 +194,13 @@ class Depth:
             for flight in flights:
                 flight.inside = len(flight.x)
                 self.places.update({next(at): (flight, i) for i in range(len(flight.x))})
-            x = torch.cat([f.x for f in flights])
-            loop.admit(self._rows(flights, list(numbers)), x)
+            rows, x = self._rows(flights, list(numbers)), torch.cat([f.x for f in flights])
+            with counters.timed():
+                loop.admit(rows, x)
             for flight in flights:
                 flight.x = torch.empty_like(flight.x)
-        left = loop.advance()
+        with counters.timed():
+            left = loop.advance()
         if left is None:
             return
         group = loop.group.index
@@ -192,16 +211,13 @@ class Depth:
             if not flight.inside:
                 flight.stage = stage + 1
 
-    def _forget(self, jobs: set[Job]) -> None:
-        """Jobs that were taken away leave at once, from inside a loop too."""
-        gone = [job for job in self.flights if job not in jobs]
-        if not gone:
+    def forget(self, job: Job) -> None:
+        """Its rows leave at once, from inside a loop too."""
+        if self.flights.pop(job, None) is None:
             return
-        for job in gone:
-            del self.flights[job]
         for loop in self.loops.values():
-            loop.keep([self.places[place][0].job in jobs for place in loop.rows.places.tolist()])
-        self.places = {place: held for place, held in self.places.items() if held[0].job in jobs}
+            loop.keep([self.places[place][0].job is not job for place in loop.rows.places.tolist()])
+        self.places = {place: held for place, held in self.places.items() if held[0].job is not job}
 
 
 class Scheduler:
@@ -224,6 +240,13 @@ class Scheduler:
         self.check(job)
         with self._lock:
             self.waiting.append(job)
+
+    def abandon(self) -> list[Job]:
+        """All jobs, which nobody will serve any more."""
+        with self._lock:
+            jobs = [*self.running, *self.waiting]
+            self.running, self.waiting = [], deque()
+        return jobs
 
     def check(self, job: Job) -> None:
         """UserError where a job can never be served."""
@@ -248,29 +271,39 @@ class Scheduler:
         settings = self.running[0].settings
         kind = [job for job in self.running if job.settings == settings]
         self.running = [job for job in self.running if job.settings != settings] + kind
-        engine, way = self._way(settings)
-        before = list(engine.work)
-        with self._timed():
+        try:
+            engine, way = self._way(settings)
+            before = list(engine.work)
             came = way.step(kind, self.counters)
-        for g, (now, then) in enumerate(zip(engine.work, before, strict=True)):
-            self.counters.steps[g] += now - then
-        self._extend(engine, came)
+            for g, (now, then) in enumerate(zip(engine.work, before, strict=True)):
+                self.counters.steps[g] += now - then
+            self._extend(engine, came)
+        except Exception:  # whatever it was, it came of these settings or these requests: the others go on
+            LOG.exception("a round has failed")
+            for job in kind:
+                if job in self.running:
+                    self._fail(job)
         return True
+
+    def _fail(self, job: Job) -> None:
+        job.error, job.finish = "the server has failed inside", "error"
+        self._tell(job)
 
     def _extend(self, engine: Engine, came: Iterable[tuple[Job, Tensor, Tensor]]) -> None:
         """Tokens for the jobs whose prompt is through."""
         ready = []
         for job, x, steps in came:
-            reading = job.fed < len(job.prompt)
+            reading = job.reading
             job.fed += len(x)
+            self.counters.passed += len(x)
             if reading:
                 job.prompt_steps += [tuple(s) for s in steps.tolist()]
-            if job.fed >= len(job.prompt):
+            if not job.reading:
                 ready.append((job, x[-1], tuple(steps[-1].tolist())))
         if not ready:
             return
         with torch.inference_mode():
-            with self._timed():
+            with self.counters.timed():
                 logits = engine.model.head(torch.stack([x for _, x, _ in ready])).float()
             highest, likeliest = (found.tolist() for found in logits.max(dim=1))
             lowest = logits.amin(dim=1).tolist()
@@ -278,13 +311,6 @@ class Scheduler:
             job.take(logits[i], likeliest[i], math.isfinite(highest[i]) and math.isfinite(lowest[i]), taken)
             self.counters.tokens += not job.error
             self._tell(job)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """What happens in here is the engine's time."""
-        started = time.perf_counter()
-        yield
-        self.counters.engine_seconds += time.perf_counter() - started
 
     def _tell(self, job: Job) -> None:
         if job.finish:
@@ -298,6 +324,8 @@ class Scheduler:
         self.running.remove(job)
         self.held -= self._bytes(job)
         job.cache = None
+        if job.settings in self._ways:
+            self._ways[job.settings][1].forget(job)
         if not any(other.settings == job.settings for other in self.running):
             self._ways.pop(job.settings, None)
 
@@ -316,12 +344,19 @@ class Scheduler:
 
     def _admit(self) -> None:
         """First come, first served: a job that does not fit yet is not overtaken."""
+        came = []
         with self._lock:
             while self.waiting and len(self.running) < self.rows and self.held + self._bytes(self.waiting[0]) <= self.cache_bytes:
                 job = self.waiting.popleft()
                 self.held += self._bytes(job)
-                job.cache = self._way(job.settings)[0].open(job.capacity)
                 self.running.append(job)
+                came.append(job)
+        for job in came:
+            try:
+                job.cache = self._way(job.settings)[0].open(job.capacity)
+            except Exception:
+                LOG.exception("a request could not begin")
+                self._fail(job)
 
     def _way(self, settings: Settings) -> tuple[Engine, Way]:
         if settings not in self._ways:

@@ -65,12 +65,16 @@ class Worker:
                 self._work.clear()
         except Exception as error:  # a fault of ours: nobody must wait for ever
             self.failure = f"{type(error).__name__}: {error}"
-            for job in [*self.scheduler.running, *self.scheduler.waiting]:
-                job.finish, job.error = "error", "the server has failed inside"
-                if job.told is not None:
-                    job.told(job)
-            self._pass_on()
+            self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        """Tell everybody that nothing more will come."""
+        for job in self.scheduler.abandon():
+            job.error, job.finish = "the server has failed inside", "error"
+            if job.told is not None:
+                job.told(job)
+        self._pass_on()
 
     def _pass_on(self) -> None:
         """All news of a round in one message to each event loop: waking it costs more than the news."""
@@ -82,15 +86,21 @@ class Worker:
 
     def submit(self, jobs: list[Job]) -> None:
         """All of them or none."""
-        if self.failure is not None or self.stopping:
-            raise Busy("the server is going down" if self.failure is None else "the server has failed inside")
-        if len(self.scheduler.waiting) + len(jobs) > self.queue:
-            raise Busy("too many requests are waiting")
+        self.check_room(len(jobs))
         for job in jobs:
             self.scheduler.check(job)
         for job in jobs:
             self.scheduler.submit(job)
+        if self.failure is not None:  # just now
+            self._give_up()
         self._work.set()
+
+    def check_room(self, jobs: int) -> None:
+        """Busy where so many more cannot wait now."""
+        if self.failure is not None or self.stopping:
+            raise Busy("the server is going down" if self.failure is None else "the server has failed inside")
+        if len(self.scheduler.waiting) + jobs > self.queue:
+            raise Busy("too many requests are waiting")
 
     async def listen(self, jobs: list[Job], seconds: float) -> AsyncIterator[tuple[int, News]]:
         """Submit jobs and hear of them as tokens come: (number of the job, news). Whoever stops listening cancels them."""
@@ -108,7 +118,8 @@ class Worker:
                 async with asyncio.timeout_at(deadline):
                     i = await heard.get()
                 job = jobs[i]
-                now, done = len(job.tokens), bool(job.finish)
+                done = bool(job.finish)  # first: tokens that come meanwhile are news of their own
+                now = len(job.tokens)
                 if job.error:
                     raise Failed(job.error)
                 if i in live and (now > told[i] or done):
