@@ -9,9 +9,11 @@ import torch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
+import twoscale
 from twoscale.cli.main import main
 from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, presets
 from twoscale.data import prepare
+from twoscale.train import start_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -61,6 +63,20 @@ def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shards") / "data"
     prepare(DataConfig(source=str(corpus), val_fraction=0.2), out)
     return out
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A nano run of twenty steps."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    start_run(nano_run(steps=20), out, shards)
+    return out
+
+
+@pytest.fixture(scope="session")
+def loaded(trained: Path):  # type: ignore[no-untyped-def]
+    """Its model and tokenizer."""
+    return twoscale.load(trained)
 
 
 class CommandLine:

@@ -52,6 +52,8 @@ def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("twoscale.cli.explore.open_session", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.load", lambda *a: started.append(a) or pytest.skip("accepted"), raising=False)
     monkeypatch.setattr("twoscale.report.page.load_run", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.bench.serve.bench_serve", lambda *a: started.append(a) or pytest.skip("accepted"))
+    monkeypatch.setattr("twoscale.bench.soak.soak", lambda *a: started.append(a) or pytest.skip("accepted"))
     monkeypatch.setattr("twoscale.bench.train.bench_train", lambda *a: started.append(a) or pytest.skip("accepted"))
     code, _, err = cli(*shlex.split(command)[1:])
     assert code == 0 and started, err

@@ -1,15 +1,9 @@
 """The door: OpenAI's own client gets what `generate` gives; what is malformed, too much or too long is told so; nobody harms the others."""
 
-import contextlib
 import dataclasses
 import http.client
 import json
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,85 +11,16 @@ import pytest
 import torch
 
 import twoscale
-from conftest import CommandLine, nano_run
+from conftest import CommandLine
+from door import client, metrics_of, openai, post, serving, wait_for
 from twoscale import exits
 from twoscale.serve.choose import at, choose_policy
-from twoscale.serve.scheduler import Scheduler
-from twoscale.train import start_run
-
-openai = pytest.importorskip("openai", reason="openai is not installed (the extra twoscale[test])")
-pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    out = tmp_path_factory.mktemp("door") / "run"
-    start_run(nano_run(steps=20), out, shards)
-    return out
-
-
-@pytest.fixture(scope="module")
-def loaded(trained: Path):  # type: ignore[no-untyped-def]
-    return twoscale.load(trained)
-
-
-@contextlib.contextmanager
-def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated=None, **limits: object) -> Iterator[tuple[str, object]]:  # type: ignore[no-untyped-def]
-    """A server in a thread: its address and itself."""
-    from twoscale.serve.app import create_app
-    from twoscale.serve.local import running
-    from twoscale.serve.server import Limits, Server
-
-    model, tokenizer = loaded
-    rows = int(limits.pop("rows", 8))  # type: ignore[call-overload]
-    server = Server(
-        model,
-        tokenizer,
-        "nano",
-        Scheduler(model, policy, rows=rows),
-        key=key,
-        limits=Limits(**limits),
-        calibrated=calibrated,  # type: ignore[arg-type]
-    )
-    with running(create_app(server)) as address:
-        yield address, server
 
 
 @pytest.fixture(scope="module")
 def door(loaded):  # type: ignore[no-untyped-def]
     with serving(loaded, body=20_000, calibrated=({0: exits.Fixed(2)}, 5)) as (address, server):
         yield address, server
-
-
-def client(address: str, key: str = "none"):  # type: ignore[no-untyped-def]
-    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
-
-
-def post(address: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, dict[str, object]]:
-    """One raw request."""
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", **(headers or {})})
-    answer = connection.getresponse()
-    text = answer.read()
-    return answer.status, json.loads(text) if text else {}
-
-
-def metrics_of(host: str) -> str:
-    connection = http.client.HTTPConnection(host, timeout=30)
-    connection.request("GET", "/metrics")
-    return connection.getresponse().read().decode()
-
-
-def metric(host: str, name: str) -> float:
-    return next(float(line.split()[1]) for line in metrics_of(host).splitlines() if line.startswith(f"twoscale_{name} "))
-
-
-def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Until something holds, or it did not in time."""
-    deadline = time.time() + seconds
-    while not holds():
-        assert time.time() < deadline, "not in time"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -286,113 +211,6 @@ def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
         assert scheduler.held == 0 and scheduler.counters.tokens == written + len(got.choices[0].steps)
 
 
-TEXT = "the loop turns and a state moves; then it settles, and what was left of the step is a small turn of the same state"
-ASKED = [
-    {"prompt": TEXT[i % 37 :][: 3 + i * 7 % 38], "max_tokens": 4 + i * 5 % 21, "temperature": 0, "exit": "acceleration:1.0", "loops": 7}
-    for i in range(200)
-]
-
-
-def answer_alone(loaded, asked: dict[str, object]) -> tuple[str, list[list[int]]]:  # type: ignore[no-untyped-def]
-    """What `generate` gives to one request: new text and steps."""
-    model, tokenizer = loaded
-    ids = tokenizer.encode(asked["prompt"])
-    want = twoscale.generate(model, [ids], asked["max_tokens"], exit=exits.Acceleration(1.0), loops=7, stop=(tokenizer.eot,))
-    text = tokenizer.decode([*ids, *want.tokens[0]])[len(str(asked["prompt"])) :].removesuffix("<|endoftext|>")
-    return text, [list(s) for s in want.steps[0]]
-
-
-@pytest.fixture(scope="module")
-def alone(loaded):  # type: ignore[no-untyped-def]
-    return [answer_alone(loaded, asked) for asked in ASKED]
-
-
-def stream_of(answer: http.client.HTTPResponse) -> tuple[str, list[list[int]], int]:
-    """The text, the steps and the number of endings of a streamed answer; it must say that it is done."""
-    text, steps, ends = "", [], 0
-    lines = [line for line in answer.read().decode().splitlines() if line]
-    assert lines[-1] == "data: [DONE]", lines[-1:]
-    for line in lines[:-1]:
-        choice = json.loads(line.removeprefix("data: "))["choices"][0]
-        text, steps, ends = text + choice["text"], steps + choice["steps"], ends + (choice["finish_reason"] is not None)
-    return text, steps, ends
-
-
-@pytest.mark.parametrize("policy", ["lockstep", "depth"])
-def test_two_hundred_requests(loaded, alone, policy: str) -> None:  # type: ignore[no-untyped-def]
-    """From 24 clients at a time, streamed and whole, while others hang up: each gets exactly what it gets alone.
-
-    No near-tie is excused: the kernels sum in one order whatever the rows beside a row.
-    """
-    found: dict[int, tuple[str, list[list[int]], int]] = {}
-    with serving(loaded, policy=policy, rows=24) as (address, server):
-        host, head = address.removeprefix("http://"), {"Content-Type": "application/json"}
-
-        def ask(first: int) -> None:
-            for i in range(first, 200, 24):
-                body = json.dumps({**ASKED[i], "stream": i % 3 > 0}).encode()
-                if i % 5 == 0:
-                    gone = http.client.HTTPConnection(host, timeout=60)
-                    gone.request("POST", "/v1/completions", body, head)
-                    if i % 2:
-                        gone.getresponse().read(20)
-                    gone.close()
-                connection = http.client.HTTPConnection(host, timeout=60)
-                connection.request("POST", "/v1/completions", body, head)
-                answer = connection.getresponse()
-                if i % 3 > 0:
-                    found[i] = stream_of(answer)
-                else:
-                    choice = json.loads(answer.read())["choices"][0]
-                    found[i] = choice["text"], choice["steps"], int(choice["finish_reason"] is not None)
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(24)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        scheduler = server.worker.scheduler  # type: ignore[attr-defined]
-    assert not scheduler.running and not scheduler.waiting and scheduler.held == 0
-    for i, (text, steps) in enumerate(alone):
-        assert found[i] == (text, steps, 1), ASKED[i]
-
-
-def test_sigterm_under_load(loaded, trained: Path) -> None:  # type: ignore[no-untyped-def]
-    """Told to go while six texts are being written and six wait: all are finished, nobody new is let in, and the process ends well."""
-    model, tokenizer = loaded
-    process = subprocess.Popen(
-        [sys.executable, "-m", "twoscale", "serve", str(trained), "--port", "0", "--policy", "depth", "--rows", "6"],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        address = next(line.strip() for line in process.stderr if line.startswith("http://"))
-        host, head = address.removeprefix("http://").removesuffix("/v1"), {"Content-Type": "application/json"}
-        bodies = [
-            {"prompt": TEXT[: 5 + i], "max_tokens": 24, "temperature": 0, "stream": True, "loops": 40, "exit": "none"} for i in range(12)
-        ]
-        connections = [http.client.HTTPConnection(host, timeout=120) for _ in bodies]
-        for connection, body in zip(connections, bodies, strict=True):
-            connection.request("POST", "/v1/completions", json.dumps(body).encode(), head)
-        first = connections[0].getresponse()
-        assert first.readline().startswith(b"data: ")
-        wait_for(lambda: sum(metric(host, name) for name in ("running", "waiting", "finished_total")) == 12)
-        assert metric(host, "finished_total") < 12
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        with pytest.raises(OSError):
-            http.client.HTTPConnection(host, timeout=5).request("GET", "/health")
-        assert stream_of(first)[2] == 1
-        for connection, body in list(zip(connections, bodies, strict=True))[1:]:
-            _, steps, ends = stream_of(connection.getresponse())
-            want = twoscale.generate(model, [tokenizer.encode(body["prompt"])], 24, loops=40, stop=(tokenizer.eot,))
-            assert ends == 1 and steps == [list(s) for s in want.steps[0]]
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_fuzz(loaded) -> None:  # type: ignore[no-untyped-def]
     """Requests drawn from the schema, and from outside of it: never a 5xx."""
     schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (the extra twoscale[test])")
@@ -413,8 +231,8 @@ def test_fuzz(loaded) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_policy_by_cost(loaded) -> None:  # type: ignore[no-untyped-def]
-    """Mixing depths pays where it makes calls fuller: with one group and flat costs. Among several groups rows scatter, and calls in lockstep
-    are the fuller ones; the measured choice says why."""
+    """Mixing depths pays where it makes calls fuller: with one group and flat costs. Among several groups rows scatter, and lockstep is
+    fuller; the measured choice says why."""
     policy, why = choose_policy(loaded[0], 4)
     assert policy in ("lockstep", "depth") and policy in why and "ms of a loop step" in why
     sizes = (1, 2, 4, 8, 16, 32)
