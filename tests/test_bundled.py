@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import twoscale
-from conftest import ROOT, CommandLine
+from conftest import ROOT, SHARED, CommandLine
 from twoscale.cli.eval import EvalArgs, eval_run
 from twoscale.cli.runs import as_run
+from twoscale.config import DataConfig
+from twoscale.data import prepare
 from twoscale.interop.load import BUNDLED
 
 CARD = (BUNDLED / "README.md").read_text()
@@ -40,8 +42,18 @@ def test_figures(run: Path) -> None:
     found = eval_run(EvalArgs(run, windows=64))
     assert found["bits_per_byte"] == pytest.approx(told, rel=0.03)  # the text is Python's own and differs a little between versions
     ce = {k: eval_run(EvalArgs(run, windows=32, loops=k))["ce"] for k in (1, 12, 30)}
-    assert ce[1] > ce[12] + 0.005, ce  # so far loops are worth little to it: 0.015 on this text, 0.053 on its own kind
+    assert ce[1] > ce[12] + 0.04, ce  # 0.068 on this text, which is code-like; more on what it was made for, see below
     assert ce[30] == pytest.approx(ce[12], rel=0.005), ce
+
+
+def test_loops_count(run: Path, tmp_path: Path) -> None:
+    """On real FineWeb, which it never saw, taking its loops away costs a tenth of a nat a token and more."""
+    source = SHARED / "data" / "fineweb_sample_300docs.txt.xz"
+    if not source.exists():
+        pytest.skip("the FineWeb sample is not here")
+    prepare(DataConfig(source=str(source), tokenizer=str(BUNDLED), val_fraction=0.5), tmp_path / "fineweb")
+    ce = {k: eval_run(EvalArgs(run, windows=96, loops=k, data_dir=tmp_path / "fineweb"))["ce"] for k in (1, 12)}
+    assert ce[1] - ce[12] >= 0.10, ce
 
 
 def test_it_writes() -> None:
