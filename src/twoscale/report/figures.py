@@ -54,6 +54,7 @@ def draw_all(run: RunFiles, folder: Path) -> list[str]:
             figure = draw(run)
             for suffix in ("png", "pdf"):
                 figure.savefig(folder / f"{name}.{suffix}", dpi=200)
+                figure.set_layout_engine("none")  # laid out once for both
             plt.close(figure)
     return list(wanted)
 
