@@ -36,7 +36,7 @@ class Effort:
 
 EFFORTS = {
     "full": Effort(),
-    "short": Effort(windows=3, rounds=2, controller=False, calibration_windows=9, evaluation_windows=16),
+    "short": Effort(windows=3, rounds=3, controller=False, calibration_windows=9, evaluation_windows=16),
     "quick": Effort(loops=8, windows=3, rounds=1, controller=False, calibration_windows=4, evaluation_windows=32),
 }
 
