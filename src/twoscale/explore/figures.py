@@ -170,7 +170,7 @@ def _plain(figure: go.Figure, height: int) -> go.Figure:
     axis = {"gridcolor": "rgba(138, 148, 160, 0.3)", "zerolinecolor": "rgba(138, 148, 160, 0.6)", "linecolor": GREY}
     figure.update_layout(
         height=height, paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", font={"color": GREY},
-        margin={"l": 50, "r": 10, "t": 64, "b": 40}, legend={"orientation": "h", "y": -0.18}, modebar={"bgcolor": "rgba(0,0,0,0)"},
+        margin={"l": 50, "r": 10, "t": 64, "b": 40}, legend={"orientation": "h", "y": -0.3}, modebar={"bgcolor": "rgba(0,0,0,0)"},
     )  # fmt: skip
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
