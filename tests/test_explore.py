@@ -14,11 +14,10 @@ import pytest
 import torch
 
 import twoscale
-from conftest import CommandLine, nano_run
+from conftest import CommandLine
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.explore.session import Session
-from twoscale.train import start_run
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (the extra twoscale[explore])")
 
@@ -26,15 +25,8 @@ HOW = {"kv": "exact", "new": 12, "temperature": 0.7, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    out = tmp_path_factory.mktemp("explore") / "run"
-    start_run(nano_run(steps=20), out, shards)
-    return out
-
-
-@pytest.fixture(scope="module")
-def session(run: Path) -> Session:
-    model, tokenizer = twoscale.load(run)
+def session(loaded) -> Session:  # type: ignore[no-untyped-def]
+    model, tokenizer = loaded
     return Session(model, tokenizer, "nano", ({0: exits.Acceleration(2.0)}, 8))
 
 
@@ -121,16 +113,16 @@ def test_defaults_fit(session: Session, changes: dict[str, int]) -> None:
         assert len(small.prompt(PROMPT, int(sliders["new"].value))) > 0
 
 
-def test_bad_input(tmp_path: Path, cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(tmp_path: Path, cli: CommandLine, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No folder, no tokenizer, no such port, no Gradio: one line."""
     for words, says in (
         ((tmp_path / "nothing",), "no folder"),
-        ((run, "--port", "99999"), "--port"),
+        ((trained, "--port", "99999"), "--port"),
     ):
         code, _, err = cli("explore", *words)
         assert code == 2 and says in err and err.count("\n") == 1, err
     monkeypatch.setitem(sys.modules, "twoscale.explore.page", None)
-    code, _, err = cli("explore", run)
+    code, _, err = cli("explore", trained)
     assert code == 2 and "twoscale[explore]" in err
 
 
@@ -161,13 +153,13 @@ def asked_for(browser) -> set[str]:  # type: ignore[no-untyped-def]
     return {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
 
 
-def test_in_a_browser(run: Path, browser) -> None:  # type: ignore[no-untyped-def]
+def test_in_a_browser(trained: Path, browser) -> None:  # type: ignore[no-untyped-def]
     """Type, Enter, text streams; click a token, figures and table appear; nothing on the console, nothing asked of the network."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.ui import WebDriverWait
 
-    command = [sys.executable, "-m", "twoscale", "explore", str(run), "--port", "0"]
+    command = [sys.executable, "-m", "twoscale", "explore", str(trained), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         timer = threading.Timer(120, server.kill)
         timer.start()

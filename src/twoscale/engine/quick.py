@@ -134,7 +134,7 @@ class QuickMLP(nn.Module):
 
 
 class QuickBlock(nn.Module):
-    """A block whose rows go through one fused C call; whole sequences go the ordinary way."""
+    """A block whose rows go through one fused C call; very many rows, and a plain forward, go operator by operator."""
 
     def __init__(self, block: Block, ordinary: Block, library: Any) -> None:
         super().__init__()

@@ -58,12 +58,18 @@ def _rule(value: object) -> Rule:
     return value
 
 
-def parse(text: str, **known: Any) -> Rule:
-    """A rule from its name and settings: NAME, NAME:VALUE or NAME:VALUE,setting=value,...; `known` are settings that words do not hold."""
-    name, _, rest = text.strip().partition(":")
+def kind_of(text: str) -> type[Rule]:
+    """Which rule a text names, whatever its settings."""
+    name = text.strip().partition(":")[0]
     kind = NAMES.get(name.strip().lower().replace("_", "-"))
     if kind is None:
         raise UserError(f"there is no exit rule {name!r}: choose one of {', '.join(NAMES)}")
+    return kind
+
+
+def parse(text: str, **known: Any) -> Rule:
+    """A rule from its name and settings: NAME, NAME:VALUE or NAME:VALUE,setting=value,...; `known` are settings that words do not hold."""
+    kind, (name, _, rest) = kind_of(text), text.strip().partition(":")
     fields = {f.name: f for f in dataclasses.fields(kind)}
     settings: dict[str, Any] = {key: value for key, value in known.items() if key in fields}
     for i, part in enumerate(filter(None, (word.strip() for word in rest.split(",")))):

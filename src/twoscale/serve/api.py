@@ -117,7 +117,7 @@ def settings_of(given: CompletionRequest, model: LoopedGPT, calibrated: tuple[An
             raise Refused("tau is given twice, in exit and in tau", "tau")
         rule = f"{rule}:{float(given.tau)!r}"
     try:
-        if isinstance(rule, str) and rule.partition(":")[0].strip().lower() == "learned":
+        if isinstance(rule, str) and exits.kind_of(rule) is exits.Learned:
             raise UserError("a learned rule has its weights in a file, which no request may name")
         rules = plan(rule, model.config.n_groups)
         if any(isinstance(r, exits.Gate) for r in rules) and not model.config.exit_gate:
