@@ -15,7 +15,6 @@ from test_model import loud
 from twoscale import UserError, exits
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.native import native
-from twoscale.engine.sample import Sampling
 from twoscale.train import start_run
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 9, [60]]
@@ -103,19 +102,11 @@ def test_stop_and_callback() -> None:
 
 
 def test_sampling() -> None:
-    """Draws repeat with their seed, follow the probabilities, and respect top_k and top_p; equal prompts draw differently."""
+    """Draws repeat with their seed and do not depend on the batch; equal prompts draw differently."""
     model = loud(small_model())
     a, b, c = (twoscale.generate(model, [[1, 2]] * 3, 8, temperature=1.0, seed=s).tokens for s in (0, 0, 1))
     assert a == b != c and len({tuple(t) for t in a}) == 3
     assert twoscale.generate(model, [[9], [1, 2]], 8, temperature=1.0).tokens[1] == a[0], "the same beside another text"
-    logits = torch.tensor([0.6, 0.25, 0.1, 0.05]).log()
-    draws = [Sampling(1.0).choose(logits, 0, i) for i in range(4000)]
-    shares = [draws.count(t) / 4000 for t in range(4)]
-    assert all(abs(s - p) < 0.03 for s, p in zip(shares, (0.6, 0.25, 0.1, 0.05), strict=True))
-    assert {Sampling(1.0, top_k=2).choose(logits, 0, i) for i in range(200)} == {0, 1}
-    assert {Sampling(1.0, top_p=0.6).choose(logits, 0, i) for i in range(200)} == {0}
-    assert {Sampling(1.0, top_p=0.61).choose(logits, 0, i) for i in range(200)} == {0, 1}
-    assert {Sampling(100.0, top_k=4, top_p=1.0).choose(logits, 0, i) for i in range(200)} == {0, 1, 2, 3}
 
 
 def test_cache_bytes() -> None:

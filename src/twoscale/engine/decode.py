@@ -16,9 +16,9 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.engine.cache import Cache
 from twoscale.engine.loop import Engine
-from twoscale.engine.passes import check_finite
+from twoscale.engine.passes import NOT_FINITE
 from twoscale.engine.quick import Kernels
-from twoscale.engine.sample import Sampling
+from twoscale.engine.sample import Draw, Sampling, sample
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
 from twoscale.model.input import as_batch
@@ -177,11 +177,11 @@ class Writer:
     def _extend(self, texts: list[Text], x: Tensor, steps: Tensor) -> None:
         """One more token for each text, from the state (N, C) that its last token left."""
         logits = self.engine.model.head(x).float()
-        check_finite(logits)
-        greedy = logits.argmax(dim=-1).tolist() if self.sampling.temperature == 0 else None
+        sampled = sample(logits, [Draw(self.sampling, t.stream, len(t.tokens)) for t in texts])
+        if not all(sampled.finite):
+            raise UserError(NOT_FINITE)
         self.cache_bytes = max(self.cache_bytes, sum(t.cache.nbytes for t in texts))
-        for i, (text, taken) in enumerate(zip(texts, steps.tolist(), strict=True)):
-            token = greedy[i] if greedy is not None else self.sampling.choose(logits[i], text.stream, len(text.tokens))
+        for text, token, taken in zip(texts, sampled.tokens, steps.tolist(), strict=True):
             text.tokens.append(token)
             text.steps.append(tuple(taken))
             if token in self.stop or len(text.tokens) == self.most:

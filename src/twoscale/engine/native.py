@@ -1,4 +1,4 @@
-"""The C kernels of native.c, built once on this machine: `native()` gives them, or None where they cannot be had.
+"""The C kernels of native.c and sample.c, built once on this machine: `native()` gives them, or None where they cannot be had.
 
 They need a C compiler (cc, gcc or clang; $CC is heard) and a CPU. The library lies in the user's cache folder under a name
 made from the source, the compiler and the CPU. TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
@@ -33,6 +33,7 @@ FUSED = 16 if _WIDE else 512
 PANEL = 16
 HUGE = 2 << 20
 _SOFT = 1  # omp_pause_soft
+SOURCES = ("native.c", "sample.c")  # one translation unit, in this order
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
@@ -45,6 +46,7 @@ _SIGNATURES = {
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
     "measure": [_INT] * 3 + [_PTR] * 4,
     "block": [_INT] * 2 + [_PTR] * 7,
+    "sample": [_INT] * 3 + [_PTR] * 8,
 }
 
 
@@ -121,7 +123,7 @@ def _right(library: Any) -> bool:
 
 
 def _built() -> Path:
-    source = resources.files("twoscale.engine").joinpath("native.c").read_bytes()
+    source = b"\n".join(resources.files("twoscale.engine").joinpath(name).read_bytes() for name in SOURCES)
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise OSError("no C compiler")

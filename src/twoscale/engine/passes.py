@@ -19,6 +19,7 @@ from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.input import as_batch, check_start
 
+NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
 LONG = 256  # passes of a rule that goes token by token are announced from here on
 
 
@@ -69,7 +70,7 @@ def forward(
 def check_finite(logits: Tensor) -> None:
     """NaN in a model's answers is said, not returned."""
     if not logits.amax().isfinite():
-        raise UserError("the model's logits are not finite: its weights hold NaN or infinity, or its start states do")
+        raise UserError(NOT_FINITE)
 
 
 def _leaving(

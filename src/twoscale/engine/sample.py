@@ -1,20 +1,29 @@
-"""The next token from logits: the most likely one, or a draw that is a function of its key.
+"""The next tokens from logits: the most likely ones, or draws that are functions of their keys.
 
-Shapes: V vocabulary.
+All rows go through one call, each with its own settings. A row's token depends on its own logits, settings and key alone: the
+key of a draw is (seed, stream, index), so neither the batch nor the order of requests changes it.
+
+Shapes: N rows, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.model.noise import fold, keyed_uniform
+from twoscale.engine.native import native
+from twoscale.model.noise import fold
+
+_LEAST = -80.0  # a weight below e^-80 of the largest counts as zero, here and in sample.c
+_ROUNDING = 1e-6  # top_p is reached up to the rounding of fp32 weights
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 takes the most likely one, and top_k and top_p have nothing to say."""
+    """How the next token is chosen. temperature 0 takes the most likely one and ignores top_k and top_p."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -33,16 +42,89 @@ class Sampling:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise UserError(f"seed = {self.seed!r}: a whole number")
 
-    def choose(self, logits: Tensor, stream: int, index: int) -> int:
-        """Token number `index` of a text from logits (V,); `stream` tells texts apart that share a seed."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        p, tokens = torch.softmax((logits.double() - logits.max()) / self.temperature, dim=-1).sort(descending=True, stable=True)
-        if self.top_k is not None:
-            p = p[: self.top_k]
-        total = p.cumsum(dim=-1)
-        if self.top_p is not None:
-            # Every token is kept whose predecessors have not yet reached top_p, so the first one always is.
-            total = total[: 1 + int((total[:-1] < self.top_p * total[-1]).sum())]
-        u = keyed_uniform(fold(self.seed, stream), torch.tensor([index]), 1).double().item()
-        return int(tokens[min(int(torch.searchsorted(total, u * total[-1])), len(total) - 1)])
+
+@dataclass(frozen=True)
+class Draw:
+    """One row of `sample`: its settings and the key of its draw."""
+
+    sampling: Sampling
+    stream: int = 0
+    """Tells texts apart that share a seed."""
+    index: int = 0
+    """Number of the token in its text."""
+
+    @property
+    def uniform(self) -> float:
+        """A number in (0, 1) with 53 random bits."""
+        return ((fold(self.sampling.seed, self.stream, self.index) >> 11) + 0.5) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What `sample` found."""
+
+    tokens: list[int]
+    """One for each row; 0 where the row is not finite."""
+    finite: list[bool]
+    """Whether all logits of the row are finite."""
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+    """The next token of every row of logits (N, V) fp32."""
+    if len(draws) != logits.shape[0]:
+        raise ValueError(f"{logits.shape[0]} rows of logits and {len(draws)} draws")
+    library = native() if logits.device.type == "cpu" else None
+    return _by_torch(logits, draws) if library is None else _by_kernel(library, logits, draws)
+
+
+def _by_kernel(library: Any, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+    """One call of sample.c for all rows."""
+    n, V = logits.shape
+    logits = logits.to(torch.float32).contiguous()
+    # Temperatures below 1e-30 have no fp32 inverse, and take the most likely token anyway.
+    temperature = torch.tensor([max(d.sampling.temperature, 1e-30) if d.sampling.temperature else 0.0 for d in draws], dtype=torch.float32)
+    top_k = torch.tensor([min(d.sampling.top_k or 0, V) for d in draws], dtype=torch.int32)
+    top_p = torch.tensor([1.0 if d.sampling.top_p is None else d.sampling.top_p for d in draws], dtype=torch.float64)
+    u = torch.tensor([d.uniform if d.sampling.temperature else 0.5 for d in draws], dtype=torch.float64)
+    threads = min(n, torch.get_num_threads())
+    work = torch.empty(threads * (3 * V + 2 * -(-V // 64)), dtype=torch.float32)
+    tokens, finite = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int32)
+    pointers = (x.data_ptr() for x in (logits, temperature, top_k, top_p, u, work, tokens, finite))
+    library.sample(threads, n, V, *pointers)
+    return Sampled(tokens.tolist(), [bool(f) for f in finite.tolist()])
+
+
+def _by_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+    """The same by torch's operators, in fp64: what GPUs take, and the reference for the kernel."""
+    finite = logits.isfinite().all(dim=1)
+    tokens = logits.argmax(dim=1)
+    drawn = [i for i, d in enumerate(draws) if d.sampling.temperature and d.sampling.top_k != 1]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        tokens[rows] = _draw([draws[i] for i in drawn], logits[rows].double().nan_to_num_())
+    return Sampled(tokens.masked_fill(~finite, 0).tolist(), finite.tolist())
+
+
+def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
+    """Tokens (N,) by the cumulative sum of weights in vocabulary order; temperatures are above zero."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    V = logits.shape[1]
+    depth = (logits - logits.amax(dim=1, keepdim=True)) / column([max(d.sampling.temperature, 1e-30) for d in draws])
+    weights = depth.exp().masked_fill_(depth < _LEAST, 0.0)
+    top_k = [min(d.sampling.top_k or V, V) for d in draws]
+    top_p = [1.0 if d.sampling.top_p is None else d.sampling.top_p for d in draws]
+    if min(top_k) < V or min(top_p) < 1:
+        order = logits.argsort(dim=1, descending=True, stable=True)
+        rank = torch.arange(V, device=logits.device)[None]
+        ordered = weights.gather(1, order).masked_fill_(rank >= column([float(k) for k in top_k]), 0.0)
+        before = ordered.cumsum(dim=1) - ordered
+        limit = column(top_p)
+        kept = (before < limit * (1 - _ROUNDING) * ordered.sum(dim=1, keepdim=True)) | (rank == 0) | (limit >= 1)
+        weights = torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill_(~kept, 0.0))
+    total = weights.cumsum(dim=1)
+    chosen = torch.searchsorted(total, column([d.uniform for d in draws]) * total[:, -1:], right=True)[:, 0]
+    last = V - 1 - (weights.flip(1) > 0).to(torch.int8).argmax(dim=1)  # rounding must not lead past the last token with weight
+    return torch.minimum(chosen, last)

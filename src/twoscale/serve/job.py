@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from twoscale.engine.cache import Cache
-from twoscale.engine.sample import Sampling
+from twoscale.engine.sample import Draw, Sampling
 from twoscale.exits import Rule
 
 
@@ -78,12 +78,16 @@ class Job:
             return self.tokens[-1:]
         return self.prompt[self.fed : (self.fed // piece + 1) * piece if self.settings.kv == "exact" or piece == 1 else None]
 
-    def take(self, logits: Tensor, likeliest: int, finite: bool, steps: tuple[int, ...]) -> None:
-        """One more token from logits (V,), of which one is the likeliest and all or not all are finite."""
+    @property
+    def draw(self) -> Draw:
+        """Settings and key of its next token."""
+        return Draw(self.sampling, self.stream, len(self.tokens))
+
+    def take(self, logits: Tensor, token: int, finite: bool, steps: tuple[int, ...]) -> None:
+        """One more token, sampled from logits (V,), all of which are finite or not."""
         if not finite:
             self.finish, self.error = "error", "the model gave logits that are not finite"
             return
-        token = likeliest if self.sampling.temperature == 0 else self.sampling.choose(logits, self.stream, len(self.tokens))
         if self.logprobs is not None:
             told = logits.log_softmax(dim=-1)
             best = told.topk(min(self.logprobs, len(told)))

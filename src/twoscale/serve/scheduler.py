@@ -10,7 +10,6 @@ depends on who else is served: rows see their own sequence alone, and the kernel
 """
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from twoscale.config import UserError
 from twoscale.engine import Engine, Loop
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.rows import Part, Rows, part_of
+from twoscale.engine.sample import sample
 from twoscale.model import LoopedGPT
 from twoscale.model.group import LoopGroup
 from twoscale.serve.job import Job, Settings
@@ -305,10 +305,9 @@ class Scheduler:
         with torch.inference_mode():
             with self.counters.timed():
                 logits = engine.model.head(torch.stack([x for _, x, _ in ready])).float()
-            highest, likeliest = (found.tolist() for found in logits.max(dim=1))
-            lowest = logits.amin(dim=1).tolist()
+            sampled = sample(logits, [job.draw for job, _, _ in ready])
         for i, (job, _, taken) in enumerate(ready):
-            job.take(logits[i], likeliest[i], math.isfinite(highest[i]) and math.isfinite(lowest[i]), taken)
+            job.take(logits[i], sampled.tokens[i], sampled.finite[i], taken)
             self.counters.tokens += not job.error
             self._tell(job)
 
