@@ -1,0 +1,76 @@
+"""Stories from a small teacher, in large batches: text to train a looped model on.
+
+    python examples/story_corpus.py teacher/ stories/ --batches 400      # the folder made by story_teacher.py
+    twoscale prepare --source stories/ --tokenizer bpe --bpe-vocab 4096 --out data/stories
+
+A batch is a function of its number and is written whole, so the program may be stopped and started again, and several may share the work
+(--first). Kept are stories that the teacher ended itself, that end like a sentence and were not told before.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+
+import twoscale
+
+BEGIN, ENDS = 1, (1, 2)
+SHORTEST = 60  # tokens
+
+
+def spell(tokens: list[int], pieces: list[bytes]) -> str:
+    """The text of a story; bytes that are no character are dropped."""
+    return b"".join(pieces[t] for t in tokens if t not in ENDS).decode("utf-8", "ignore").strip()
+
+
+def sound(text: str) -> bool:
+    """Whether a story is printable text that ends like a sentence."""
+    return text.endswith((".", "!", "?", '"')) and all(c.isprintable() or c == "\n" for c in text) and "<" not in text
+
+
+def write_batch(model: twoscale.LoopedGPT, pieces: list[bytes], number: int, rows: int, temperature: float) -> list[str]:
+    length = model.config.block_size - 1
+    gen = twoscale.generate(model, [[BEGIN]] * rows, length, temperature=temperature, seed=number, stop=ENDS)
+    ended = [t for t, why in zip(gen.tokens, gen.finish, strict=True) if why == "stop" and len(t) > SHORTEST]
+    return [text for text in (spell(t, pieces) for t in ended) if sound(text)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.95)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, _ = twoscale.load(args.teacher)
+    pieces = [piece.encode("latin-1") for piece in json.loads((args.teacher / "pieces.json").read_text())]
+    args.out.mkdir(parents=True, exist_ok=True)
+    told = set()
+    for number in range(args.first, args.first + args.batches):
+        file = args.out / f"stories-{number:06}.txt"
+        if not file.exists():
+            started = time.perf_counter()
+            stories = write_batch(model, pieces, number, args.rows, args.temperature)
+            part = file.with_suffix(".part")
+            part.write_text("".join(f"{text}\n<|endoftext|>\n" for text in stories))
+            os.replace(part, file)
+            seconds = time.perf_counter() - started
+            print(f"{file.name}: {len(stories)} of {args.rows} stories, {sum(map(len, stories)):,} characters, {seconds:.0f} s", flush=True)
+        texts = file.read_text().split("\n<|endoftext|>\n")[:-1]
+        keys = [hashlib.sha256(text.encode()).digest() for text in texts]
+        fresh = [text for text, key in zip(texts, keys, strict=True) if key not in told]
+        told.update(keys)
+        if len(fresh) < len(set(keys)):
+            file.write_text("".join(f"{text}\n<|endoftext|>\n" for text in fresh))
+
+
+if __name__ == "__main__":
+    main()
