@@ -1,7 +1,7 @@
 /* The few operations of a block on few rows, fused: what decoding one token at a time spends its time in.
  *
- * Compiled once on the user's machine by native.py (cc -O3 -march=native -ffp-contract=off -fopenmp), called through ctypes; where there is no
- * compiler the engine runs on torch's operators. Everything is fp32 and contiguous unless a stride is given.
+ * Compiled once on the user's machine by native.py, after team.c, and called through ctypes; where there is no compiler the engine runs on
+ * torch's operators. Everything is fp32 and contiguous unless a stride is given.
  *
  * A dot product is summed in the same order whatever the number of rows, so a row's result does not depend, to the bit, on
  * the rows beside it.
@@ -9,9 +9,6 @@
  * Letters: n rows, C width, H query heads, J key/value heads, D head width, M hidden width of the MLP.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
@@ -135,22 +132,15 @@ static void some_panels(int n, int I, int O, int first, int last, const float *w
     }
 }
 
-static void share(int all_of, int part, int parts, int *first, int *last) {
-    int each = (all_of + parts - 1) / parts;
-    *first = part * each < all_of ? part * each : all_of;
-    *last = *first + each < all_of ? *first + each : all_of;
-}
-
-/* A matrix shared among the threads, who take some panels at a time as they find time: a core that is held up holds up
- * nobody. `next` counts the panels that are taken; it begins at 0. */
+/* y = x w^T: one phase, GRAB panels at a time. Returns 0 where the call is over. */
 #define GRAB 8
 #define SLICE 510 /* rows at a time, which stay near: whole tiles of 6 */
-static void matrix(int n, int I, int O, const float *w, const float *x, long ldx, float *y, long ldy, int *next) {
-    int panels = (O + PANEL - 1) / PANEL, first;
-    while ((first = __atomic_fetch_add(next, GRAB, __ATOMIC_RELAXED)) < panels)
+static int matrix(Member *me, int n, int I, int O, const float *w, const float *x, long ldx, float *y, long ldy) {
+    Span s = phase(me, (O + PANEL - 1) / PANEL, GRAB);
+    while (claim(me, &s))
         for (int t = 0; t < n; t += SLICE)
-            some_panels(n - t < SLICE ? n - t : SLICE, I, O, first, first + GRAB < panels ? first + GRAB : panels, w, x + t * ldx, ldx,
-                        y + t * ldy, ldy);
+            some_panels(n - t < SLICE ? n - t : SLICE, I, O, s.first, s.last, w, x + t * ldx, ldx, y + t * ldy, ldy);
+    return settled(me, &s);
 }
 
 static void norm(int C, const float *x, const float *gain, float eps, float *y) {
@@ -188,23 +178,21 @@ static void act(int from, int to, int M, int gated, const float *h, float *y) {
     }
 }
 
-#ifdef _OPENMP
-#include <omp.h>
-#define TEAM _Pragma("omp parallel num_threads(threads)") { int part = omp_get_thread_num(), parts = omp_get_num_threads();
-#define TOGETHER _Pragma("omp barrier")
-#else
-#define TEAM { int part = 0, parts = 1; (void)threads;
-#define TOGETHER
-#endif
-#define END }
-
 /* y = x w^T, w in panels */
+typedef struct {
+    int n, I, O;
+    const float *x, *w;
+    float *y;
+} Linear;
+
+static void linear_task(const void *arguments, Member *me) {
+    const Linear *a = arguments;
+    matrix(me, a->n, a->I, a->O, a->w, a->x, a->I, a->y, a->O);
+}
+
 void linear(int threads, int n, int I, int O, const float *x, const float *w, float *y) {
-    int next = 0;
-    TEAM
-    (void)part, (void)parts;
-    matrix(n, I, O, w, x, I, y, O, &next);
-    END
+    Linear a = {n, I, O, x, w, y};
+    run(threads, linear_task, &a, sizeof a);
 }
 
 /* A block's sizes and weights; native.py has the same fields in the same order. */
@@ -358,42 +346,58 @@ typedef struct {
     int64_t longest;
 } Seen;
 
-/* Attention, one thread's part: rows store their keys and values, and each sees its sequence up to its position. q, k, v have row
- * strides; scores holds 2 * parts * longest floats. */
-static void attention(int part, int parts, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row,
-                      long v_row, const Seen *seen, float *scores, float *out) {
-    const int64_t *owner = seen->owner, *room = seen->room, *position = seen->position;
-    float **keys = seen->keys, **values = seen->values;
-    for (int t = part; t < n; t += parts)
-        for (int j = 0; j < J; j++) {
-            long s = owner[t], at = (j * room[s] + position[t]) * D;
-            memcpy(keys[s] + at, k + t * k_row + (long)j * D, D * sizeof(float));
-            memcpy(values[s] + at, v + t * v_row + (long)j * D, D * sizeof(float));
+/* Queries, keys and values with row strides, and where the result goes: (n, H, D). */
+typedef struct {
+    int n, H, J, D;
+    const float *q, *k, *v;
+    long q_row, k_row, v_row, longest;
+    const Seen *seen;
+    float *scores; /* 2 * threads * longest floats */
+    float *out;
+} Attention;
+
+/* Rows t and t + 1 under one head: together where they are of one sequence, each by itself otherwise. */
+static void attend_pair(const Attention *a, int t, int h, float *score) {
+    const Seen *seen = a->seen;
+    int H = a->H, D = a->D;
+    for (int end = t + 2 < a->n ? t + 2 : a->n; t < end; t++) {
+        long s = seen->owner[t], head = (long)(h / (H / a->J)) * seen->room[s] * D, at = seen->position[t];
+        const float *query = a->q + t * a->q_row + (long)h * D, *keys = seen->keys[s] + head, *values = seen->values[s] + head;
+        float *y = a->out + ((long)t * H + h) * D;
+        if (t % 2 == 0 && t + 1 < a->n && seen->owner[t + 1] == s && seen->position[t + 1] > at) {
+            look_twice(D, (int)at + 1, (int)seen->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
+                       y + (long)H * D);
+            return;
         }
-    TOGETHER
-    float *score = scores + 2 * part * seen->longest;
-    for (int u = part; u < (n + 1) / 2 * H; u += parts) { /* two rows at a time, where they are of one sequence */
-        int h = u % H;
-        for (int t = u / H * 2; t < n && t < u / H * 2 + 2; t++) {
-            long s = owner[t], head = (long)(h / (H / J)) * room[s] * D;
-            const float *query = q + t * q_row + (long)h * D;
-            float *y = out + ((long)t * H + h) * D;
-            if (t % 2 == 0 && t + 1 < n && owner[t + 1] == s && position[t + 1] > position[t]) {
-                look_twice(D, (int)position[t] + 1, (int)position[t + 1] + 1, query, query + q_row, keys[s] + head, values[s] + head,
-                           score, score + seen->longest, y, y + (long)H * D);
-                break;
-            }
-            look(D, (int)position[t] + 1, query, keys[s] + head, values[s] + head, score, y);
-        }
+        look(D, (int)at + 1, query, keys, values, score, y);
     }
 }
+
+/* Two phases: rows store their keys and values, then each sees its sequence up to its position. Returns 0 where the call is over. */
+static int attention(Member *me, const Attention *a) {
+    Span s = phase(me, a->n, several(me, a->n));
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++)
+            for (int j = 0; j < a->J; j++) {
+                long owner = a->seen->owner[t], at = (j * a->seen->room[owner] + a->seen->position[t]) * a->D;
+                memcpy(a->seen->keys[owner] + at, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
+                memcpy(a->seen->values[owner] + at, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
+            }
+    if (!settled(me, &s)) return 0;
+    float *score = a->scores + 2 * me->part * a->longest;
+    s = phase(me, (a->n + 1) / 2 * a->H, several(me, (a->n + 1) / 2 * a->H));
+    while (claim(me, &s))
+        for (int u = s.first; u < s.last; u++) attend_pair(a, u / a->H * 2, u % a->H, score);
+    return settled(me, &s);
+}
+
+static void attend_task(const void *arguments, Member *me) { attention(me, arguments); }
 
 /* Attention by itself; see above. */
 void attend(int threads, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row, long v_row,
             const Seen *seen, float *scores, float *out) {
-    TEAM
-    attention(part, parts, n, H, J, D, q, k, v, q_row, k_row, v_row, seen, scores, out);
-    END
+    Attention a = {n, H, J, D, q, k, v, q_row, k_row, v_row, seen->longest, seen, scores, out};
+    run(threads, attend_task, &a, sizeof a);
 }
 
 /* What a row wrote at `level` of keys and values (L, J, room, D) becomes what levels from .. to - 1 hold at its position. */
@@ -408,56 +412,149 @@ void settle(int J, int D, long room, long position, long level, long from, long 
     }
 }
 
+/* What the kernels on single rows take; each uses some of it. */
+typedef struct {
+    int n, C, flag;
+    const float *x, *y, *gain, *next;
+    float eps;
+    float *a, *b;
+} RowWise;
+
+static void silus_task(const void *arguments, Member *me) {
+    const RowWise *r = arguments;
+    int U = r->flag ? 2 * r->C : r->C;
+    Span s = phase(me, r->n, several(me, r->n));
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++) act(0, r->C, r->C, r->flag, r->x + (long)t * U, r->a + (long)t * r->C);
+    settled(me, &s);
+}
+
 /* y = silu(x) for n rows of M, or silu(x[:M]) * x[M:] where x has 2 M columns; y may be x where it has M. */
 void silus(int threads, int n, int M, int gated, const float *x, float *y) {
-    int U = gated ? 2 * M : M;
-    TEAM
-    for (int t = part; t < n; t += parts) act(0, M, M, gated, x + (long)t * U, y + (long)t * M);
-    END
+    RowWise r = {.n = n, .C = M, .flag = gated, .x = x, .a = y};
+    run(threads, silus_task, &r, sizeof r);
+}
+
+static void norms_task(const void *arguments, Member *me) {
+    const RowWise *r = arguments;
+    Span s = phase(me, r->n, several(me, r->n));
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++) norm(r->C, r->x + (long)t * r->C, r->gain, r->eps, r->a + (long)t * r->C);
+    settled(me, &s);
 }
 
 /* y = norm(x) for n rows */
 void norms(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
-    TEAM
-    for (int t = part; t < n; t += parts) norm(C, x + (long)t * C, gain, eps, y + (long)t * C);
-    END
+    RowWise r = {.n = n, .C = C, .x = x, .gain = gain, .eps = eps, .a = y};
+    run(threads, norms_task, &r, sizeof r);
 }
 
-/* A branch comes home: out = n(x + y) or x + n(y), and where `next` is given, also y <- next(out), what the next branch reads. */
+static void joins_task(const void *arguments, Member *me) {
+    const RowWise *r = arguments;
+    Span s = phase(me, r->n, several(me, r->n));
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++) {
+            long at = (long)t * r->C;
+            join(r->C, r->flag, r->x + at, r->b + at, r->gain, r->eps, r->a + at);
+            if (r->next) norm(r->C, r->a + at, r->next, r->eps, r->b + at);
+        }
+    settled(me, &s);
+}
+
+/* Residual add and norm: out = n(x + y) or x + n(y), and where `next` is given, also y <- next(out), what the next branch reads. */
 void joins(int threads, int n, int C, int on_sum, const float *x, float *y, const float *gain, const float *next, float eps, float *out) {
-    TEAM
-    for (int t = part; t < n; t += parts) {
-        long at = (long)t * C;
-        join(C, on_sum, x + at, y + at, gain, eps, out + at);
-        if (next) norm(C, out + at, next, eps, y + at);
+    RowWise r = {.n = n, .C = C, .flag = on_sum, .x = x, .gain = gain, .next = next, .eps = eps, .a = out, .b = y};
+    run(threads, joins_task, &r, sizeof r);
+}
+
+/* One row of `measure`. */
+static void measure_row(int C, const float *before, const float *after, float *last, float *numbers) {
+    v8 sums[4] = {all(0), all(0), all(0), all(0)};
+    float rest[4] = {0, 0, 0, 0};
+    int i = 0;
+    for (; i + 8 <= C; i += 8) {
+        v8 x = load(before + i), step = load(after + i) - x, old = load(last + i), turn = step - old;
+        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(turn, turn, sums[1]);
+        sums[2] = fma8(old, old, sums[2]), sums[3] = fma8(x, x, sums[3]);
+        store(last + i, step);
     }
-    END
+    for (; i < C; i++) {
+        float step = after[i] - before[i], turn = step - last[i];
+        rest[0] += step * step, rest[1] += turn * turn, rest[2] += last[i] * last[i], rest[3] += before[i] * before[i];
+        last[i] = step;
+    }
+    for (int j = 0; j < 4; j++) numbers[j] = sqrtf(total(sums[j]) + rest[j]);
+}
+
+static void measure_task(const void *arguments, Member *me) {
+    const RowWise *r = arguments;
+    Span s = phase(me, r->n, several(me, r->n));
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++) {
+            long at = (long)t * r->C;
+            measure_row(r->C, r->x + at, r->y + at, r->a + at, r->b + 4L * t);
+        }
+    settled(me, &s);
 }
 
 /* What rules compare, for n rows, in numbers (n, 4): ||step||, ||step - last||, ||last||, ||before||, where step is
  * after - before; then `last` becomes the step. NaN in `last` gives NaN. */
 void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *numbers) {
-    TEAM
-    for (int t = part; t < n; t += parts) {
-        const float *b = before + (long)t * C, *a = after + (long)t * C;
-        float *l = last + (long)t * C;
-        v8 sums[4] = {all(0), all(0), all(0), all(0)};
-        float rest[4] = {0, 0, 0, 0};
-        int i = 0;
-        for (; i + 8 <= C; i += 8) {
-            v8 x = load(b + i), step = load(a + i) - x, old = load(l + i), turn = step - old;
-            sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(turn, turn, sums[1]);
-            sums[2] = fma8(old, old, sums[2]), sums[3] = fma8(x, x, sums[3]);
-            store(l + i, step);
+    RowWise r = {.n = n, .C = C, .x = before, .y = after, .a = last, .b = numbers};
+    run(threads, measure_task, &r, sizeof r);
+}
+
+/* A block on n rows; sizes are copied, because a task reads no other memory before its first claim. */
+typedef struct {
+    int n, C, O, A, M, U, rotated;
+    const Block *b;
+    const float *x, *cos, *sin, *qkv, *wo, *up, *down;
+    float *normed, *branch, *middle, *heads, *hidden, *out;
+    Attention attention;
+} BlockRows;
+
+_Static_assert(sizeof(BlockRows) <= MAX_ARGUMENTS, "arguments of a task are copied");
+
+static void block_task(const void *arguments, Member *me) {
+    const BlockRows *a = arguments;
+    const Block *b = a->b;
+    int n = a->n, C = a->C, rows = several(me, n);
+    Span s = phase(me, n, rows);
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++) norm(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
+    if (!settled(me, &s)) return;
+    if (!matrix(me, n, C, a->O, a->qkv, a->normed, C, a->heads, a->O)) return;
+    s = phase(me, a->rotated ? n : 0, rows);
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++)
+            turn(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->O);
+    if (!settled(me, &s)) return;
+    if (!attention(me, &a->attention)) return;
+    if (!matrix(me, n, a->A, C, a->wo, a->attention.out, a->A, a->branch, C)) return;
+    s = phase(me, n, rows);
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++) {
+            long at = (long)t * C;
+            join(C, b->on_sum, a->x + at, a->branch + at, b->gain2, b->eps, a->middle + at);
+            norm(C, a->middle + at, b->gain3, b->eps, a->normed + at);
         }
-        for (; i < C; i++) {
-            float step = a[i] - b[i], turn = step - l[i];
-            rest[0] += step * step, rest[1] += turn * turn, rest[2] += l[i] * l[i], rest[3] += b[i] * b[i];
-            l[i] = step;
+    if (!settled(me, &s)) return;
+    if (!matrix(me, n, C, a->U, a->up, a->normed, C, a->hidden, a->U)) return;
+    s = phase(me, (a->M + 63) / 64, several(me, (a->M + 63) / 64)); /* 64 channels of all rows */
+    while (claim(me, &s))
+        for (int t = 0; t < n; t++) {
+            float *h = a->hidden + (long)t * a->U;
+            act(64 * s.first, 64 * s.last < a->M ? 64 * s.last : a->M, a->M, b->gated, h, h);
         }
-        for (int j = 0; j < 4; j++) numbers[4 * t + j] = sqrtf(total(sums[j]) + rest[j]);
-    }
-    END
+    if (!settled(me, &s)) return;
+    if (!matrix(me, n, a->M, C, a->down, a->hidden, a->U, a->branch, C)) return;
+    s = phase(me, n, rows);
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++) {
+            long at = (long)t * C;
+            join(C, b->on_sum, a->middle + at, a->branch + at, b->gain4, b->eps, a->out + at);
+        }
+    settled(me, &s);
 }
 
 /* A block on n rows of any sequences. cos and sin are (n, D) or null; work holds n * (3 C + (2 H + 2 J) D + U) + 2 threads longest floats,
@@ -465,39 +562,9 @@ void measure(int threads, int n, int C, const float *before, const float *after,
 void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const Seen *seen, float *work, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M, O = (H + 2 * J) * D, A = H * D, U = b->gated ? 2 * M : M;
     float *normed = work, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
-    int next[4] = {0, 0, 0, 0};
     float *attended = heads + (long)n * O, *hidden = attended + (long)n * A, *scores = hidden + (long)n * U;
-    TEAM
-    for (int t = part; t < n; t += parts) norm(C, x + (long)t * C, b->gain1, b->eps, normed + (long)t * C);
-    TOGETHER
-    matrix(n, C, O, b->qkv, normed, C, heads, O, &next[0]);
-    TOGETHER
-    if (b->qk_bias || cos) {
-        for (int t = part; t < n; t += parts) turn(b, cos ? cos + (long)t * D : 0, sin ? sin + (long)t * D : 0, heads + (long)t * O);
-        TOGETHER
-    }
-    attention(part, parts, n, H, J, D, heads, heads + (long)H * D, heads + (long)(H + J) * D, O, O, O, seen, scores, attended);
-    TOGETHER
-    matrix(n, A, C, b->out, attended, A, branch, C, &next[1]);
-    TOGETHER
-    for (int t = part; t < n; t += parts) {
-        long at = (long)t * C;
-        join(C, b->on_sum, x + at, branch + at, b->gain2, b->eps, middle + at);
-        norm(C, middle + at, b->gain3, b->eps, normed + at);
-    }
-    TOGETHER
-    matrix(n, C, U, b->up, normed, C, hidden, U, &next[2]);
-    TOGETHER
-    int first, last;
-    share((M + 7) / 8, part, parts, &first, &last);
-    first *= 8, last = 8 * last < M ? 8 * last : M;
-    for (int t = 0; t < n; t++) act(first, last, M, b->gated, hidden + (long)t * U, hidden + (long)t * U);
-    TOGETHER
-    matrix(n, M, C, b->down, hidden, U, branch, C, &next[3]);
-    TOGETHER
-    for (int t = part; t < n; t += parts) {
-        long at = (long)t * C;
-        join(C, b->on_sum, middle + at, branch + at, b->gain4, b->eps, out + at);
-    }
-    END
+    const float *keys = heads + (long)H * D, *values = keys + (long)J * D;
+    Attention attention = {n, H, J, D, heads, keys, values, O, O, O, seen->longest, seen, scores, attended};
+    BlockRows a = {n, C, O, A, M, U, b->qk_bias || cos, b, x, cos, sin, b->qkv, b->out, b->up, b->down, normed, branch, middle, heads, hidden, out, attention};
+    run(threads, block_task, &a, sizeof a);
 }

@@ -33,8 +33,8 @@ FUSED = 16 if _WIDE else 512
 PANEL = 16
 HUGE = 2 << 20
 _SOFT = 1  # omp_pause_soft
-SOURCES = ("native.c", "sample.c")  # one translation unit, in this order
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
+SOURCES = ("team.c", "native.c", "sample.c")  # one translation unit, in this order
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
@@ -137,22 +137,11 @@ def _built() -> Path:
 
 
 def _compile(compiler: str, source: bytes, library: Path) -> None:
-    """Try with threads first. The objects are linked without naming an OpenMP library: torch has loaded one already, and
-    sharing it keeps two pools of threads from getting in each other's way."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        code, objects, built = (Path(folder) / f"native.{end}" for end in ("c", "o", "so"))
+        code, built = (Path(folder) / f"native.{end}" for end in ("c", "so"))
         code.write_bytes(source)
-        shared = hasattr(ctypes.CDLL(None), "GOMP_parallel")
-        for compile_flags, link_flags in ((["-fopenmp"], [] if shared else ["-fopenmp"]), ([], [])):
-            try:
-                _call(compiler, *FLAGS, *compile_flags, "-c", str(code), "-o", str(objects))
-                _call(compiler, "-shared", *link_flags, str(objects), "-o", str(built), "-lm")
-                ctypes.CDLL(str(built))
-            except (subprocess.SubprocessError, OSError):
-                continue
-            os.replace(built, library)
-            return
-    raise OSError("the kernels did not compile")
+        _call(compiler, *FLAGS, "-shared", str(code), "-o", str(built), "-lm")
+        os.replace(built, library)
 
 
 def _call(*words: str) -> None:

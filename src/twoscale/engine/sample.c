@@ -213,19 +213,35 @@ static int sample_row(Row *r, float temperature, int top_k, double top_p, double
     return draw(r, mass, u);
 }
 
+typedef struct {
+    int n, V;
+    const float *logits, *temperature;
+    const int32_t *top_k;
+    const double *top_p, *u;
+    float *work;
+    int64_t *tokens;
+    int32_t *finite;
+} Samples;
+
+static void sample_task(const void *arguments, Member *me) {
+    const Samples *a = arguments;
+    int V = a->V, blocks = (V + BLOCK - 1) / BLOCK;
+    float *mine = a->work + me->part * (3L * V + 2L * blocks);
+    Row row = {V, blocks, 0, 0, 1, mine + 3L * V, mine + 2L * V, mine + 3L * V + blocks, (Candidate *)mine};
+    Span s = phase(me, a->n, 1);
+    while (claim(me, &s))
+        for (int t = s.first; t < s.last; t++) {
+            row.logits = a->logits + (long)t * V;
+            a->tokens[t] = sample_row(&row, a->temperature[t], a->top_k[t], a->top_p[t], a->u[t], &a->finite[t]);
+        }
+    settled(me, &s);
+}
+
 /* Tokens (n) from logits (n, V). temperature 0: the largest logit, the smallest token among equals. top_k 0 and top_p 1: no limit. u holds
  * a uniform number in (0, 1) for each row. finite (n) becomes 0 for a row with a logit that is infinite or NaN, whose token is 0. `work` holds
  * 3 V + 2 ceil(V / 64) floats for each thread. */
 void sample(int threads, int n, int V, const float *logits, const float *temperature, const int32_t *top_k, const double *top_p, const double *u,
             float *work, int64_t *tokens, int32_t *finite) {
-    int next = 0, blocks = (V + BLOCK - 1) / BLOCK;
-    TEAM
-    (void)parts;
-    float *mine = work + part * (3L * V + 2L * blocks);
-    Row row = {V, blocks, 0, 0, 1, mine + 3L * V, mine + 2L * V, mine + 3L * V + blocks, (Candidate *)mine};
-    for (int t; (t = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < n;) {
-        row.logits = logits + (long)t * V;
-        tokens[t] = sample_row(&row, temperature[t], top_k[t], top_p[t], u[t], &finite[t]);
-    }
-    END
+    Samples a = {n, V, logits, temperature, top_k, top_p, u, work, tokens, finite};
+    run(threads, sample_task, &a, sizeof a);
 }
