@@ -57,3 +57,22 @@ def test_serve(cli: CommandLine) -> None:
     for word in ("one request after another", "batches that wait", "lockstep, with exits", "depth, all 12 loops", "over HTTP", "tokens/s"):
         assert word in out, word
     assert cli("bench", "serve", "--clients", 0)[0] == 2 and cli("bench", "serve", "--new", 9, 2)[0] == 2
+
+
+def test_busy_and_sampling(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding and serving beside other programs, and sampling beside greedy, give their tables; the programs are ended."""
+    from twoscale.bench import busy, sampling
+
+    monkeypatch.setattr(busy, "SETTLE", 0.01)
+    started: list[busy.OtherPrograms] = []
+    begin = busy.OtherPrograms.__init__
+    monkeypatch.setattr(busy.OtherPrograms, "__init__", lambda self, most: (begin(self, most), started.append(self))[0])
+    code, out, _ = cli("bench", "decode", "--busy", "--preset", "nano", "--repeats", 1)
+    assert code == 0 and "one core busy" in out and "README's example" in out and out.count("x") >= 4
+    code, out, _ = cli("bench", "serve", "--busy", "--rounds", 1)
+    assert code == 0 and "over HTTP" in out
+    assert len(started) == 2 and all(p.poll() is not None for others in started for p in others.processes)
+    monkeypatch.setattr(sampling, "SHAPE", presets.nano().model)
+    code, out, _ = cli("bench", "decode", "--sampling", "--repeats", 1)
+    assert code == 0 and out.count("greedy  ") == 2 and "top_k 50, top_p 0.9" in out
+    assert cli("bench", "decode", "--sampling", "--busy")[0] == 2 and cli("bench", "decode", "--busy", "--repeats", 0)[0] == 2

@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from twoscale.config.cpu import set_openmp_defaults
+
 if TYPE_CHECKING:
     from twoscale import exits, geometry
     from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, UserError, presets
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from twoscale.tracing import trace
 
 __version__ = "0.1.0"
+
+set_openmp_defaults()
 
 # Public names and where they live; imported when first used, so that `twoscale --help` is quick.
 _HOMES = {

@@ -53,6 +53,10 @@ class BenchDecodeArgs:
     """Interleaved repeats; medians are reported."""
     family: Literal["huginn"] | None = None
     """Instead: a published layout (6.7M parameters, random weights) beside a straightforward loop with a list of keys and values."""
+    busy: bool = False
+    """Instead: decoding on free cores, with one core kept busy by another program, and with all of them."""
+    sampling: bool = False
+    """Instead: every kind of sampling beside greedy decoding, 64 rows, a vocabulary of 32,000."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class BenchServeArgs:
     """Tokens of an answer, at least and at most."""
     soak: float = 0.0
     """Instead: so many seconds of overload by twice as many clients, some of whom hang up; looks at memory and at every answer."""
+    busy: bool = False
+    """Instead: one request to `bundled` on free cores, with one core kept busy by another program, and with all of them."""
 
 
 def run(args: list[str]) -> int:
@@ -83,7 +89,10 @@ def run(args: list[str]) -> int:
         raise UserError(f"say what to measure: twoscale bench {' | '.join(KINDS)}")
     if args[0] == "decode":
         decode = parse(BenchDecodeArgs, args[1:], "twoscale bench decode")
-        return _decode(decode) if decode.family is None else _family(decode)
+        if decode.busy + decode.sampling + (decode.family is not None) > 1:
+            raise UserError("--busy, --sampling and --family are benches of their own: choose one")
+        other = _busy if decode.busy else _sampling if decode.sampling else _family if decode.family is not None else _decode
+        return other(decode)
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
     if args[0] == "serve":
@@ -114,6 +123,39 @@ def _family(args: BenchDecodeArgs) -> int:
     for context in (96, 448):
         r = bench_family(config, loops, context, 3 * args.repeats)
         print(f"{context:7} {r.ours * 1e3:8.2f} ms {r.straightforward * 1e3:14.2f} ms {r.straightforward / r.ours:6.2f}x")
+    return 0
+
+
+BUSY_HEAD = f"{'':<38}{'free cores':>13}{'one core busy':>16}{'all cores busy':>16}"
+
+
+def _busy(args: BenchDecodeArgs) -> int:
+    from twoscale import load
+    from twoscale.bench.busy import beside_other_programs, decode_works
+    from twoscale.model import LoopedGPT
+
+    if args.repeats < 1:
+        raise UserError("--repeats is at least 1")
+    bundled, tokenizer = load("bundled")
+    preset, ids = LoopedGPT(presets.get(args.preset).model).eval(), list(range(1, 9))
+    works = decode_works({"bundled, README's example, 64 tokens": (bundled, tokenizer.encode("The old man looked at the sea and"), 64)})
+    works |= decode_works({f"preset {args.preset}, 8 tokens": (preset, ids, 8)})
+    print(f"medians of {args.repeats} interleaved rounds, ratios within a round\n{BUSY_HEAD}")
+    for name, beside in beside_other_programs(works, args.repeats).items():
+        print(f"{name:<38}{beside.words}")
+    return 0
+
+
+def _sampling(args: BenchDecodeArgs) -> int:
+    from twoscale.bench.sampling import NEW, ROWS, SHAPE, bench_sampling
+
+    if args.repeats < 1:
+        raise UserError("--repeats is at least 1")
+    print(f"{ROWS} rows, {NEW} tokens, vocabulary {SHAPE.vocab_size:,}, 15M parameters; medians of {args.repeats} interleaved repeats")
+    for name, seconds in bench_sampling(args.repeats).items():
+        print(name)
+        for setting, value in seconds.items():
+            print(f"  {setting:<24}{value * 1e3:8.0f} ms {value / seconds['greedy']:6.2f}x")
     return 0
 
 
@@ -187,6 +229,8 @@ def _serve(args: BenchServeArgs) -> int:
         raise UserError("--clients lies between 1 and 1000, --rounds between 1 and 100, --seconds up to an hour, --soak up to a day")
     if any(not 1 <= low <= high for low, high in (args.prompt, args.new)):
         raise UserError("--prompt and --new want two numbers, at least 1, the smaller one first")
+    if args.busy:
+        return _serve_busy(args)
     model = LoopedGPT(presets.get(args.preset).model).eval()
     load = serve.Load(args.clients, args.seconds, args.prompt, args.new)
     if args.soak:
@@ -202,6 +246,18 @@ def _serve(args: BenchServeArgs) -> int:
         print(f"beside {name}: {median(b.rate / o.rate for b, o in zip(best, found[name], strict=True)):.2f}x")
     alone, with_http = (median(r.overhead for r in results) for results in (best, found[http]))
     print(f"scheduling {alone:.1%} of the time of the engine's calls, with HTTP {with_http:.1%}")
+    return 0
+
+
+def _serve_busy(args: BenchServeArgs) -> int:
+    from twoscale import load
+    from twoscale.bench.busy import beside_other_programs, served
+
+    model, tokenizer = load("bundled")
+    with served(model, tokenizer, tokenizer.encode("The old man looked at the sea and"), 24) as request:
+        print(f"medians of {args.rounds} interleaved rounds, ratios within a round\n{BUSY_HEAD}")
+        for name, beside in beside_other_programs({"bundled over HTTP, 24 tokens": request}, args.rounds).items():
+            print(f"{name:<38}{beside.words}")
     return 0
 
 

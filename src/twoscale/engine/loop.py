@@ -23,6 +23,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.engine.cache import Cache, parse_kv
+from twoscale.engine.native import threads_to_use
 from twoscale.engine.quick import PARALLEL, Kernels, library_of, quicken
 from twoscale.engine.rows import Rows, part_of
 from twoscale.exits import Exit, Gate, Watch, plan
@@ -90,7 +91,7 @@ class Engine:
         """What rules on steps compare, in one C call: see `exits.rule.Meter`."""
         n, C = after.shape
         numbers = self._numbers if n == 1 else (ctypes.c_float * (4 * n))()
-        threads = 1 if n * C < PARALLEL else torch.get_num_threads()
+        threads = 1 if n * C < PARALLEL else threads_to_use()
         self.library.measure(threads, n, C, before.data_ptr(), after.data_ptr(), last.data_ptr(), numbers)  # type: ignore[union-attr]
         # As doubles, which a single token's plain floats are: a token must not pass or fail by who is beside it.
         return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twoscale.config.cpu import usable_cores
+
 _WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 ROWS = 16 if _WIDE else 1 << 20
 """Up to so many rows the kernels multiply. With vectors of 8 they are quicker than torch's operators for any number (measured: 2 cores,
@@ -32,7 +34,6 @@ FUSED = 16 if _WIDE else 512
 
 PANEL = 16
 HUGE = 2 << 20
-_SOFT = 1  # omp_pause_soft
 SOURCES = ("team.c", "native.c", "sample.c")  # one translation unit, in this order
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread", "-w")
 
@@ -84,14 +85,14 @@ def native() -> Any | None:
         return None
 
 
-def release_threads() -> None:
-    """Let go the helpers that OpenMP keeps for the thread that calls this, which is done with computing.
+def threads_to_use() -> int:
+    """How many threads a kernel may use: torch's number (OMP_NUM_THREADS, torch.set_num_threads), and no more than the usable cores."""
+    return min(torch.get_num_threads(), _cores())
 
-    Every thread that computes gets helpers of its own, and once a process has more of them than cores they all sleep instead of waiting
-    actively: a server whose scheduler was not the first thread to compute took a quarter longer.
-    """
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).omp_pause_resource_all(_SOFT)
+
+@cache
+def _cores() -> int:
+    return usable_cores()
 
 
 def panels(weight: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def _right(library: Any) -> bool:
     """Whether a small product comes out as torch has it."""
     x, w, y = torch.linspace(-1, 1, 3 * 37).view(3, 37), torch.linspace(-2, 1, 19 * 37).view(19, 37), torch.empty(3, 19)
     inside = panels(w)
-    library.linear(torch.get_num_threads(), 3, 37, 19, x.data_ptr(), inside.data_ptr(), y.data_ptr())
+    library.linear(threads_to_use(), 3, 37, 19, x.data_ptr(), inside.data_ptr(), y.data_ptr())
     return torch.allclose(y, F.linear(x, w), atol=1e-4)
 
 

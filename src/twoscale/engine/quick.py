@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twoscale.config import UserError
-from twoscale.engine.native import ROWS, BlockWeights, native, panels
+from twoscale.engine.native import ROWS, BlockWeights, native, panels, threads_to_use
 from twoscale.engine.rows import RowAttention
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
@@ -77,7 +77,7 @@ class QuickLinear(nn.Module):
             x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.rows)
             if self.inside is None:
                 self.inside = panels(self.weight)
-            self.native.linear(torch.get_num_threads(), n, self.columns, self.rows, x.data_ptr(), self.inside.data_ptr(), y.data_ptr())
+            self.native.linear(threads_to_use(), n, self.columns, self.rows, x.data_ptr(), self.inside.data_ptr(), y.data_ptr())
             return y
         if n <= MANY and (self.pays_alone or (self.pays and n > 1)):
             if self.packed is None:
@@ -109,7 +109,7 @@ class QuickNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.library is not None and x.dtype == torch.float32:
             x, y, C = x.contiguous(), torch.empty_like(x), x.shape[-1]
-            threads = torch.get_num_threads() if x.numel() > PARALLEL else 1
+            threads = threads_to_use() if x.numel() > PARALLEL else 1
             self.library.norms(threads, x.numel() // C, C, x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr())
             return y
         x32 = x.float()
@@ -128,7 +128,7 @@ class QuickMLP(nn.Module):
         h: Tensor = self.up(x).contiguous()
         M = h.shape[-1] // 2 if self.gated else h.shape[-1]
         y = h.new_empty(*h.shape[:-1], M) if self.gated else h
-        threads = torch.get_num_threads() if h.numel() > PARALLEL else 1
+        threads = threads_to_use() if h.numel() > PARALLEL else 1
         self.library.silus(threads, y.numel() // M, M, self.gated, h.data_ptr(), y.data_ptr())
         return cast(Tensor, self.down(y))
 
@@ -159,7 +159,7 @@ class QuickBlock(nn.Module):
     def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
         if not isinstance(attend, RowAttention) or not attend.rows.native:
             return self._many(x, rope, attend)
-        rows, address, threads = attend.rows, self.address or self._open(), torch.get_num_threads()
+        rows, address, threads = attend.rows, self.address or self._open(), threads_to_use()
         x, out = x.contiguous(), torch.empty_like(x)
         work = torch.empty(rows.n * self.scratch + 2 * threads * rows.longest)
         cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
@@ -170,7 +170,7 @@ class QuickBlock(nn.Module):
         """The same for many rows, or whole sequences: norms and sums in C, matmuls by torch."""
         block, (gain2, gain3, gain4), C = self.ordinary, self.gains, x.shape[-1]
         x = x.contiguous()
-        n, threads = x.numel() // C, torch.get_num_threads() if x.numel() > PARALLEL else 1
+        n, threads = x.numel() // C, threads_to_use() if x.numel() > PARALLEL else 1
         y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
         self.library.joins(threads, n, C, self.on_sum, x.data_ptr(), y.data_ptr(), gain2, gain3, self.eps, middle.data_ptr())
         y = block.mlp(y)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twoscale.engine.cache import Cache, Place
-from twoscale.engine.native import FUSED, Seen
+from twoscale.engine.native import FUSED, Seen, threads_to_use
 from twoscale.model.group import Layers
 
 
@@ -164,7 +164,7 @@ class Rows:
     def _attend_native(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same in one C call: no mask, no copies, and no row sees more keys than it needs."""
         _, n, H, D = q.shape
-        attention, threads = RowAttention(self, layer), torch.get_num_threads()
+        attention, threads = RowAttention(self, layer), threads_to_use()
         scores, out = q.new_empty(2 * threads * self.longest), q.new_empty(1, n, H, D)
         self.library.attend(  # type: ignore[union-attr]
             threads, n, H, k.shape[2], D, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(1), k.stride(1), v.stride(1),

@@ -10,31 +10,34 @@
 #include <stdlib.h>
 
 #define BLOCK 64
-#define LEAST -80.0f /* e^LEAST of the largest weight counts as zero: a uniform number of 53 bits cannot tell it from zero */
+#define LEAST -50.0f /* e^LEAST of the largest weight counts as zero: a uniform number of 53 bits cannot tell it from zero */
 #define ROUNDING 1e-6 /* top_p is reached up to the rounding of fp32 weights */
-#define BUCKETS 1280 /* of 1/16 nat each, from the largest weight down to e^LEAST of it */
+#define BUCKETS 1024 /* of logits; a power of two */
 
 typedef struct {
     float logit;
     int32_t token;
 } Candidate;
 
-/* One row: logits (V), the largest of them, maxima of the blocks, weights (V) and their sums over blocks, and room for candidates (V). */
+/* One row: logits (V), the largest and the smallest of them, maxima of the blocks, weights (V) and their sums over blocks, buckets (V), and room
+ * for candidates (V). */
 typedef struct {
     int V, blocks;
     const float *logits;
-    float top, scale; /* scale = 1 / temperature */
+    float top, low, scale; /* scale = 1 / temperature */
     float *tops, *weights, *sums;
+    int32_t *buckets;
     Candidate *found;
 } Row;
 
 static inline int block_end(const Row *r, int b) { return (b + 1) * BLOCK < r->V ? (b + 1) * BLOCK : r->V; }
 
-/* Fills `tops` and `top`; returns 0 where a logit is infinite or NaN. */
+/* Fills `tops`, `top` and `low`; returns 0 where a logit is infinite or NaN. */
 static int find_maxima(Row *r) {
     v8i bad = {0};
+    v8 least = all(INFINITY);
     int strange = 0;
-    r->top = -INFINITY;
+    r->top = -INFINITY, r->low = INFINITY;
     for (int b = 0, i = 0; b < r->blocks; b++) {
         int end = block_end(r, b);
         float most = -INFINITY;
@@ -42,17 +45,18 @@ static int find_maxima(Row *r) {
         for (; i + 8 <= end; i += 8) {
             v8 x = load(r->logits + i);
             bad |= ~(x - x == all(0));
-            best = pick(x > best, x, best);
+            best = pick(x > best, x, best), least = pick(x < least, x, least);
         }
         for (int j = 0; j < 8; j++) most = best[j] > most ? best[j] : most;
         for (; i < end; i++) {
             strange |= !(r->logits[i] - r->logits[i] == 0);
             most = r->logits[i] > most ? r->logits[i] : most;
+            r->low = r->logits[i] < r->low ? r->logits[i] : r->low;
         }
         r->tops[b] = most;
         r->top = most > r->top ? most : r->top;
     }
-    for (int j = 0; j < 8; j++) strange |= bad[j] != 0;
+    for (int j = 0; j < 8; j++) strange |= bad[j] != 0, r->low = least[j] < r->low ? least[j] : r->low;
     return !strange;
 }
 
@@ -64,43 +68,64 @@ static int argmax(const Row *r) {
     return i;
 }
 
+/* e^((x - top) * scale), at most 1; 0 below e^LEAST. As vexp, with fused multiply-adds and without its limits. */
 static inline v8 weigh(v8 x, float top, float scale) {
-    v8 depth = (x - all(top)) * all(scale);
-    return pick(depth < all(LEAST), all(0), vexp(depth));
+    v8 depth = (x - all(top)) * all(scale), shifted = fma8(depth, all(1.44269504f), all(12582912.0f));
+    v8 k = shifted - all(12582912.0f), rest = fma8(k, all(2.12194440e-4f), fma8(k, all(-0.693359375f), depth));
+    v8 p = fma8(all(1.9875691500e-4f), rest, all(1.3981999507e-3f));
+    p = fma8(p, rest, all(8.3334519073e-3f));
+    p = fma8(p, rest, all(4.1665795894e-2f));
+    p = fma8(p, rest, all(1.6666665459e-1f));
+    p = fma8(p, rest, all(5.0000001201e-1f));
+    p = fma8(p, rest * rest, rest + all(1.0f));
+    v8i power = ((v8i)shifted - (v8i)all(12582912.0f) + 127) << 23;
+    return pick(depth < all(LEAST), all(0), p * (v8)power);
 }
 
-/* weights = e^((logit - top) / temperature) */
-static void find_weights(Row *r) {
-    int i = 0;
-    for (; i + 8 <= r->V; i += 8) store(r->weights + i, weigh(load(r->logits + i), r->top, r->scale));
-    for (; i < r->V; i++) r->weights[i] = weigh(all(r->logits[i]), r->top, r->scale)[0];
-}
-
-/* Fills `sums` and returns the sum of all weights. */
-static double find_sums(Row *r) {
+/* weights = e^((logit - top) / temperature), 0 below the logit `least`, and their sums over blocks; returns the sum of all. *kept becomes the
+ * number of logits that are not below `least`. */
+static double find_weights(Row *r, float least, int *kept) {
     double mass = 0;
+    v8i inside = {0};
+    int count = 0;
     for (int b = 0, i = 0; b < r->blocks; b++) {
         int end = block_end(r, b);
         v8 sum = all(0);
-        for (; i + 8 <= end; i += 8) sum += load(r->weights + i);
+        for (; i + 8 <= end; i += 8) {
+            v8 x = load(r->logits + i), w = pick(x < all(least), all(0), weigh(x, r->top, r->scale));
+            store(r->weights + i, w);
+            sum += w;
+            inside -= x >= all(least);
+        }
         float s = total(sum);
-        for (; i < end; i++) s += r->weights[i];
+        for (; i < end; i++) {
+            int in = r->logits[i] >= least;
+            s += r->weights[i] = in ? weigh(all(r->logits[i]), r->top, r->scale)[0] : 0;
+            count += in;
+        }
         mass += r->sums[b] = s;
     }
+    for (int j = 0; j < 8; j++) count += inside[j];
+    *kept = count;
     return mass;
 }
 
-/* Tokens with a logit below `least` lose their weight. */
-static void drop_below(Row *r, float least) {
+/* Tokens with a logit below `least` lose their weight; the sums over blocks again, and that of all. */
+static double drop_below(Row *r, float least) {
+    double mass = 0;
     for (int b = 0; b < r->blocks; b++) {
         int i = b * BLOCK, end = block_end(r, b);
-        if (r->tops[b] < least) {
-            memset(r->weights + i, 0, (end - i) * sizeof(float));
-            continue;
+        v8 sum = all(0);
+        for (; i + 8 <= end; i += 8) {
+            v8 w = pick(load(r->logits + i) < all(least), all(0), load(r->weights + i));
+            store(r->weights + i, w);
+            sum += w;
         }
-        for (; i + 8 <= end; i += 8) store(r->weights + i, pick(load(r->logits + i) < all(least), all(0), load(r->weights + i)));
-        for (; i < end; i++) r->weights[i] = r->logits[i] < least ? 0 : r->weights[i];
+        float s = total(sum);
+        for (; i < end; i++) s += r->weights[i] = r->logits[i] < least ? 0 : r->weights[i];
+        mass += r->sums[b] = s;
     }
+    return mass;
 }
 
 /* The value of rank k (0 is the largest) among n; puts the values into another order. */
@@ -124,28 +149,85 @@ static float select_rank(int n, float *values, int k) {
     return values[k];
 }
 
-/* The k most likely tokens keep their weight; among equals of the last rank the smaller tokens do. */
-static void keep_top_k(Row *r, int k) {
-    float least = -INFINITY, *values = (float *)r->found;
+/* The k-th largest logit where k is below the number of blocks: k blocks have a maximum of at least some value, so k tokens have such a logit,
+ * and only those blocks are read. */
+static float kth_of_few(Row *r, int k) {
+    float *values = (float *)r->found;
     int count = 0;
-    if (k < r->blocks) { /* k blocks have a maximum of at least this, so k tokens have such a logit */
-        memcpy(values, r->tops, r->blocks * sizeof(float));
-        least = select_rank(r->blocks, values, k - 1);
-    }
+    memcpy(values, r->tops, r->blocks * sizeof(float));
+    float least = select_rank(r->blocks, values, k - 1);
     for (int b = 0; b < r->blocks; b++)
         if (r->tops[b] >= least)
             for (int i = b * BLOCK; i < block_end(r, b); i++) {
                 values[count] = r->logits[i];
                 count += r->logits[i] >= least;
             }
-    least = select_rank(count, values, k - 1);
-    drop_below(r, least);
-    int equals = k;
-    for (int i = 0; i < count; i++) equals -= values[i] > least;
-    for (int b = 0; b < r->blocks; b++)
-        if (r->tops[b] >= least)
-            for (int i = b * BLOCK; i < block_end(r, b); i++)
-                if (r->logits[i] == least && equals-- <= 0) r->weights[i] = 0;
+    return select_rank(count, values, k - 1);
+}
+
+/* Puts logits into buckets of equal width from the largest (bucket 0) down to `least`; bucket BUCKETS holds it and all below. Blocks without
+ * a logit of at least `least` are left out. */
+static void find_buckets(Row *r, float least) {
+    float scale = BUCKETS / fmaxf(r->top - least, 1e-30f);
+    for (int b = 0; b < r->blocks; b++) {
+        if (r->tops[b] < least) continue;
+        int i = b * BLOCK, end = block_end(r, b);
+        for (; i + 8 <= end; i += 8) {
+            v8 place = (all(r->top) - load(r->logits + i)) * all(scale);
+            v8i bucket = __builtin_convertvector(pick(place < all(BUCKETS), place, all(BUCKETS)), v8i);
+            memcpy(r->buckets + i, &bucket, sizeof bucket);
+        }
+        for (; i < end; i++) {
+            float place = (r->top - r->logits[i]) * scale;
+            r->buckets[i] = place < BUCKETS ? (int)place : BUCKETS;
+        }
+    }
+}
+
+/* The tokens of one bucket, in vocabulary order; returns how many. */
+static int open_bucket(Row *r, float least, int bucket) {
+    v8i wanted = {bucket, bucket, bucket, bucket, bucket, bucket, bucket, bucket};
+    int count = 0;
+    for (int b = 0; b < r->blocks; b++) {
+        if (r->tops[b] < least) continue;
+        int i = b * BLOCK, end = block_end(r, b);
+        for (; i < end; i += 8) {
+            if (i + 8 <= end) {
+                v8i at;
+                int64_t hit[4];
+                memcpy(&at, r->buckets + i, sizeof at);
+                at = at == wanted;
+                memcpy(hit, &at, sizeof hit);
+                if (!(hit[0] | hit[1] | hit[2] | hit[3])) continue;
+            }
+            for (int j = i; j < i + 8 && j < end; j++)
+                if (r->buckets[j] == bucket) r->found[count++] = (Candidate){r->logits[j], j};
+        }
+    }
+    return count;
+}
+
+/* The same for any k: logits are counted in buckets, and only the bucket of the k-th is looked at closely. */
+static float kth_of_many(Row *r, int k) {
+    int counts[BUCKETS + 1] = {0}, bucket = 0;
+    float *values = (float *)r->found;
+    find_buckets(r, r->low);
+    for (int i = 0; i < r->V; i++) counts[r->buckets[i]]++;
+    for (; counts[bucket] < k; bucket++) k -= counts[bucket];
+    int inside = open_bucket(r, r->low, bucket);
+    for (int i = 0; i < inside; i++) values[i] = r->found[i].logit;
+    return select_rank(inside, values, k - 1);
+}
+
+/* Weights of the k most likely tokens, among equals of the last rank of the smaller ones; returns their sum. */
+static double keep_top_k(Row *r, int k) {
+    int kept;
+    r->low = k < r->blocks ? kth_of_few(r, k) : kth_of_many(r, k);
+    double mass = find_weights(r, r->low, &kept);
+    if (kept == k) return mass;
+    for (int i = r->V - 1; kept > k; i--)
+        if (r->logits[i] == r->low) r->weights[i] = 0, kept--;
+    return drop_below(r, r->low);
 }
 
 /* Larger logits first; among equals the smaller token. */
@@ -155,33 +237,28 @@ static int compare(const void *a, const void *b) {
     return (x->token > y->token) - (x->token < y->token);
 }
 
-static inline int bucket_of(const Row *r, float logit) {
-    float depth = (r->top - logit) * r->scale;
-    return depth < -LEAST ? (int)(depth * (BUCKETS / -LEAST)) : BUCKETS;
-}
-
 /* The most likely tokens that together reach p of the weight keep theirs: every one whose predecessors have not reached it. Weights are added
- * up in buckets by logit; only the bucket in which p is reached is sorted. */
-static void keep_top_p(Row *r, double p, double mass) {
-    double masses[BUCKETS + 1] = {0}, goal = p * mass * (1 - ROUNDING), before = 0;
-    /* tokens below `least` have less than (1 - p) of the weight even if there were V of them */
+ * up in buckets; only the bucket in which p is reached is sorted. Returns the sum of what is kept. */
+static double keep_top_p(Row *r, double p, double mass) {
+    double masses[BUCKETS + 8] = {0}, goal = p * mass * (1 - ROUNDING), before = 0;
+    /* tokens below this have less than (1 - p) of the weight even if there were V of them */
     float least = r->top - fminf(logf(r->V / fmaxf(1 - p, 1e-7f)), -LEAST) / r->scale;
-    int cut = 0, edges = 0, kept = 0;
+    int cut = 0, kept = 0;
+    least = least > r->low ? least : r->low;
+    find_buckets(r, least);
     for (int b = 0; b < r->blocks; b++)
         if (r->tops[b] >= least)
-            for (int i = b * BLOCK; i < block_end(r, b); i++) masses[bucket_of(r, r->logits[i])] += r->weights[i];
-    while (cut < BUCKETS - 1 && before + masses[cut] < goal) before += masses[cut++];
-    for (int b = 0; b < r->blocks; b++)
-        if (r->tops[b] >= least && bucket_of(r, r->tops[b]) <= cut)
-            for (int i = b * BLOCK; i < block_end(r, b); i++) {
-                r->found[edges] = (Candidate){r->logits[i], i};
-                edges += bucket_of(r, r->logits[i]) == cut && r->weights[i] > 0;
+            for (int i = b * BLOCK; i < block_end(r, b); i++) { /* eight sums for the many of the last bucket: one would wait for itself */
+                int bucket = r->buckets[i];
+                masses[bucket + (i & 7 & -(bucket >> 10))] += r->weights[i];
             }
-    if (!edges) return; /* rounding alone: p is reached by all that is left */
+    while (cut < BUCKETS && before + masses[cut] < goal) before += masses[cut++];
+    int edges = open_bucket(r, least, cut);
     qsort(r->found, edges, sizeof *r->found, compare);
     for (; kept < edges && (before < goal || kept == 0); kept++) before += r->weights[r->found[kept].token];
-    drop_below(r, r->found[kept - 1].logit);
-    for (; kept < edges; kept++) r->weights[r->found[kept].token] = 0;
+    if (!kept) return mass; /* rounding alone: p is reached by all that is left */
+    for (int i = kept; i < edges; i++) r->weights[r->found[i].token] = 0;
+    return drop_below(r, r->found[kept - 1].logit);
 }
 
 /* The token at which the cumulative sum of the weights passes u of the whole. */
@@ -203,13 +280,9 @@ static int sample_row(Row *r, float temperature, int top_k, double top_p, double
     if (!(*finite = find_maxima(r))) return 0;
     if (temperature == 0 || top_k == 1) return argmax(r);
     r->scale = 1.0f / temperature;
-    find_weights(r);
-    if (top_k && top_k < r->V) keep_top_k(r, top_k);
-    double mass = find_sums(r);
-    if (top_p < 1) {
-        keep_top_p(r, top_p, mass);
-        mass = find_sums(r);
-    }
+    int kept;
+    double mass = top_k && top_k < r->V ? keep_top_k(r, top_k) : find_weights(r, r->low, &kept);
+    if (top_p < 1) mass = keep_top_p(r, top_p, mass);
     return draw(r, mass, u);
 }
 
@@ -226,8 +299,9 @@ typedef struct {
 static void sample_task(const void *arguments, Member *me) {
     const Samples *a = arguments;
     int V = a->V, blocks = (V + BLOCK - 1) / BLOCK;
-    float *mine = a->work + me->part * (3L * V + 2L * blocks);
-    Row row = {V, blocks, 0, 0, 1, mine + 3L * V, mine + 2L * V, mine + 3L * V + blocks, (Candidate *)mine};
+    float *mine = a->work + me->part * (4L * V + 2L * blocks), *rest = mine + 4L * V;
+    Row row = {.V = V, .blocks = blocks, .tops = rest, .weights = mine + 2L * V, .sums = rest + blocks, .buckets = (int32_t *)(mine + 3L * V),
+               .found = (Candidate *)mine};
     Span s = phase(me, a->n, 1);
     while (claim(me, &s))
         for (int t = s.first; t < s.last; t++) {
@@ -239,7 +313,7 @@ static void sample_task(const void *arguments, Member *me) {
 
 /* Tokens (n) from logits (n, V). temperature 0: the largest logit, the smallest token among equals. top_k 0 and top_p 1: no limit. u holds
  * a uniform number in (0, 1) for each row. finite (n) becomes 0 for a row with a logit that is infinite or NaN, whose token is 0. `work` holds
- * 3 V + 2 ceil(V / 64) floats for each thread. */
+ * 4 V + 2 ceil(V / 64) floats for each thread. */
 void sample(int threads, int n, int V, const float *logits, const float *temperature, const int32_t *top_k, const double *top_p, const double *u,
             float *work, int64_t *tokens, int32_t *finite) {
     Samples a = {n, V, logits, temperature, top_k, top_p, u, work, tokens, finite};

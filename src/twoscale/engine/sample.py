@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.engine.native import native
+from twoscale.engine.native import native, threads_to_use
 from twoscale.model.noise import fold
 
-_LEAST = -80.0  # a weight below e^-80 of the largest counts as zero, here and in sample.c
+_LEAST = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
 _ROUNDING = 1e-6  # top_p is reached up to the rounding of fp32 weights
 
 
@@ -86,8 +86,8 @@ def _by_kernel(library: Any, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     top_k = torch.tensor([min(d.sampling.top_k or 0, V) for d in draws], dtype=torch.int32)
     top_p = torch.tensor([1.0 if d.sampling.top_p is None else d.sampling.top_p for d in draws], dtype=torch.float64)
     u = torch.tensor([d.uniform if d.sampling.temperature else 0.5 for d in draws], dtype=torch.float64)
-    threads = min(n, torch.get_num_threads())
-    work = torch.empty(threads * (3 * V + 2 * -(-V // 64)), dtype=torch.float32)
+    threads = min(n, threads_to_use())
+    work = torch.empty(threads * (4 * V + 2 * -(-V // 64)), dtype=torch.float32)
     tokens, finite = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int32)
     pointers = (x.data_ptr() for x in (logits, temperature, top_k, top_p, u, work, tokens, finite))
     library.sample(threads, n, V, *pointers)

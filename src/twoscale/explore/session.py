@@ -16,7 +16,6 @@ from twoscale import exits
 from twoscale.config import UserError
 from twoscale.data import Pieces, Tokenizer
 from twoscale.engine import Text, stream
-from twoscale.engine.native import release_threads
 from twoscale.geometry import pca, steps as step_statistics
 from twoscale.geometry.record import group_names
 from twoscale.model import LoopedGPT
@@ -138,7 +137,6 @@ class Session:
 
     def warm_up(self) -> None:
         """Pack the weights and build what is built on first use, before the first visitor waits for it."""
-        release_threads()
         self._compute(self._warm_up)
 
     def _warm_up(self) -> None:

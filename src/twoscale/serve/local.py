@@ -10,7 +10,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from twoscale.config import UserError
-from twoscale.engine.native import release_threads
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -29,7 +28,6 @@ def listen(host: str, port: int) -> socket.socket:
 @contextmanager
 def running(app: FastAPI, patience: float = 60.0) -> Iterator[str]:
     """The address while the application runs; it ends gracefully, within `patience` seconds."""
-    release_threads()
     config = uvicorn.Config(app, log_level="warning")
     listening = listen("127.0.0.1", 0)
     server = uvicorn.Server(config)

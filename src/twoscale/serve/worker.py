@@ -6,7 +6,6 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from twoscale.engine.native import release_threads
 from twoscale.serve.job import Job
 from twoscale.serve.scheduler import Scheduler
 
@@ -39,7 +38,6 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="twoscale scheduler", daemon=True)
 
     def start(self) -> None:
-        release_threads()  # of the one that loaded the model; from now on the scheduler's computes
         self._thread.start()
 
     def stop(self, seconds: float = 30.0) -> None:
