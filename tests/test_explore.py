@@ -31,7 +31,7 @@ def session(loaded) -> Session:  # type: ignore[no-untyped-def]
 
 
 def test_race(session: Session) -> None:
-    """Both texts are what `generate` writes, with its steps; the first difference and the work saved follow from them."""
+    """Both texts are what `generate` writes, with its steps; the first difference and the mean steps follow from them."""
     rule = exits.StepNorm(2.0)
     for race in session.race("the loop", rule, 6, **HOW):  # type: ignore[arg-type]
         assert race.quick.new + race.full.new > 0
@@ -43,7 +43,8 @@ def test_race(session: Session) -> None:
         assert "".join(lane.pieces) == session.tokenizer.decode(lane.ids)
     taken = torch.tensor([s for s in race.quick.steps[len(ids) :] if s is not None], dtype=torch.float64)
     layers = torch.tensor(session.layers, dtype=torch.float64)
-    assert race.saved == pytest.approx(1 - float((taken * layers).sum() / (len(taken) * layers.sum() * 6)))
+    assert race.quick.mean_steps(race.layers) == pytest.approx(float((taken * layers).sum() / (len(taken) * layers.sum())))
+    assert race.mean_loops == session.model.config.mean_loops and race.loops == (6, 6)
     differs = [i for i, (a, b) in enumerate(zip(race.quick.ids, race.full.ids, strict=False)) if a != b]
     assert race.first_difference == (differs[0] if differs else None)
 

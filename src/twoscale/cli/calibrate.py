@@ -13,6 +13,7 @@ import tyro
 from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import on_run
 from twoscale.config import UserError
+from twoscale.report.words import calibration_sentences
 
 
 @dataclass(frozen=True)
@@ -69,33 +70,17 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
     if kind is exits.Learned:
         say("the controller is read or trained")
         rule = controller(args.run, opened, args.loops)
-    result = opened.about | {"windows": args.windows} | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
+    known = opened.about | {"windows": args.windows, "source": opened.source}
+    result = known | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
     write_json(args.run / CALIBRATION, result)
     return result
 
 
 def describe(result: dict[str, Any]) -> str:
     """The result in a few lines."""
-    r = result["report"]
-    mine, single, equal = r["calibrated"], r["single"], r["equal"]
+    mine = result["report"]["calibrated"]
     goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in result["goal"].items())
-    lines = [f"{result['checkpoint']}, {result['rule']}, asked: {goal}"]
+    lines = [f"{result['checkpoint']}, {result['rule']}, at most {result['loops']} loops, asked: {goal}"]
     for g, rule in enumerate(result["rules"]):
         lines.append(f"  group {g + 1}: {rule or 'all loops'}, {mine['steps'][g]:.2f} steps on average")
-    lines.append(
-        f"certified on {result['tokens']['certify']:,} tokens of {result['clusters']['certify']} {result['by']}: the loss rises by no more "
-        f"than {result['bound']:.4f} nats a token (confidence {100 * (1 - result['delta']):.4g} %)"
-    )
-    lines.append(
-        f"on unseen text: {mine['mean_steps']:.2f} steps, dCE {mine['dce']:+.4f} [{mine['dce_low']:+.4f}, {mine['dce_high']:+.4f}]; "
-        f"a single threshold certified likewise ({single['rule'] or 'none, all loops'}): {single['mean_steps']:.2f} steps, dCE "
-        f"{single['dce']:+.4f}"
-    )
-    word = "beats" if r["beats_single"] else "does not beat"
-    lines.append(
-        f"it {word} the best single threshold at the same loss or less ({equal['rule'] or 'none, all loops'}, {equal['mean_steps']:.2f} "
-        f"steps, dCE {equal['dce']:+.4f}): {r['fewer_steps']:+.2f} fewer steps [{r['fewer_low']:+.2f}, {r['fewer_high']:+.2f}]"
-    )
-    if not any(result["rules"]):
-        lines.append("no setting could be certified, so every group runs all its loops: ask for less, or hold out more text")
-    return "\n".join(lines)
+    return "\n".join([*lines, *calibration_sentences(result, result.get("mean_loops"))])

@@ -14,6 +14,7 @@ import tyro
 from twoscale.cli.parse import parse
 from twoscale.cli.runs import on_run
 from twoscale.config import UserError
+from twoscale.report.words import evaluation_text
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def eval_run(args: EvalArgs) -> dict[str, Any]:
     low, high = interval(found.losses.numpy(), text.clusters.numpy())
     return {
         "checkpoint": opened.about["checkpoint"], "tokens": text.targets.numel(), "bytes": int(size), "windows": len(text.ids),
-        "exit": args.exit,
+        "source": opened.source, "exit": args.exit,
         "loops": list(counts), "ce": ce, "ce_low": low, "ce_high": high, "ppl": math.exp(ce),
         "bits_per_byte": float(found.losses.sum()) / math.log(2) / int(size), "steps": found.steps.double().mean(dim=(0, 1)).tolist(),
     }  # fmt: skip
@@ -73,8 +74,8 @@ def eval_run(args: EvalArgs) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(found["steps"], found["loops"], strict=True))
     return (
-        f"{found['checkpoint']}, {found['tokens']:,} held-out tokens ({found['bytes']:,} bytes) in {found['windows']} windows, "
-        f"exit {found['exit'] or 'none'}\n"
+        f"{found['checkpoint']}, exit {found['exit'] or 'none'}\n"
+        f"text            {evaluation_text(found)} ({found['bytes']:,} bytes)\n"
         f"cross-entropy   {found['ce']:.4f} nats a token [{found['ce_low']:.4f}, {found['ce_high']:.4f}]\n"
         f"perplexity      {found['ppl']:.3f}\n"
         f"bits per byte   {found['bits_per_byte']:.4f}\n"

@@ -16,6 +16,7 @@ import tyro
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError
 from twoscale.report.style import step_share
+from twoscale.report.words import against_default, mean_steps
 
 if TYPE_CHECKING:
     from twoscale.data import Tokenizer
@@ -92,21 +93,23 @@ def run(args: list[str]) -> int:
     stream.end()
     if color:
         say("steps: " + "".join(f"\x1b[38;5;{n}m■\x1b[0m" for n in RAMP) + f" 1 to {max(loops, default=0)}, mean over groups")
-    say(summary(gen.steps[0], loops, [stage for stage, g in c.stages if g is not None], seconds, gen.cache_bytes))
+    groups = [stage for stage, g in c.stages if g is not None]
+    say(summary(gen.steps[0], loops, groups, c.mean_loops, seconds, gen.cache_bytes))
     return 0
 
 
-def summary(steps: list[tuple[int, ...]], loops: tuple[int, ...], groups: list[tuple[int, ...]], seconds: float, held: int) -> str:
+def summary(
+    steps: list[tuple[int, ...]], loops: tuple[int, ...], groups: list[tuple[int, ...]], mean_loops: int, seconds: float, held: int
+) -> str:
+    """Time, steps of each group and the loop work beside the default depth's, in one line."""
     n = len(steps)
     words = [f"{n} tokens in {seconds:.2f} s, prompt included ({seconds / n * 1e3:.1f} ms a token)"]
     if loops:
         means = [sum(s[g] for s in steps) / n for g in range(len(loops))]
         names = ["-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in groups]
         each = ", ".join(f"{mean:.1f} of {most} in {name}" for mean, most, name in zip(means, loops, names, strict=True))
-        work = sum(mean * len(g) for mean, g in zip(means, groups, strict=True)) / sum(
-            most * len(g) for most, g in zip(loops, groups, strict=True)
-        )
-        words.append(f"mean steps {each}; {1 - work:.0%} of the loop work saved")
+        work = against_default(mean_steps(means, [len(g) for g in groups]), mean_loops)
+        words.append(f"mean steps {each}; {work}")
     words.append(f"keys and values held {held / 1e6:.1f} MB")
     return "; ".join(words)
 

@@ -14,8 +14,10 @@ from twoscale.cli.parse import say
 from twoscale.cli.runs import BUNDLED, as_run
 from twoscale.cli.train import TrainArgs, parse_train, train
 from twoscale.config import RunConfig, UserError
+from twoscale.config.run_file import load_config
 from twoscale.config.serial import read_json
 from twoscale.report.verdict import recommend
+from twoscale.report.words import evaluation_text
 from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP, read_calibration, read_sweep
 
 EVALUATION = "evaluation.json"
@@ -142,6 +144,7 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     trained_here = not (out / SOURCE).exists()
     result: dict[str, Any] = {
         **asked,
+        "source": opened.source,
         "tokens": text.targets.numel(),
         "bytes": int(opened.tokenizer.byte_lengths()[text.targets].sum()),
         "optimizer": config.train.optimizer,
@@ -209,10 +212,10 @@ def _report_stage(runs: list[Path]) -> int:
 
 def _print_table(run: Path) -> None:
     result = read_json(run / EVALUATION)
-    print(f"{run.name}: held-out cross-entropy, {result['tokens']:,} tokens, {result['checkpoint']}, trained with {result['optimizer']}")
+    print(f"{run.name}: cross-entropy on {evaluation_text(result)}; {result['checkpoint']}, trained with {result['optimizer']}")
     rows = [*result["cross_entropy_by_loops"].items(), *[("bigram", ce) for ce in [result["bigram_cross_entropy"]] if ce is not None]]
     print(f"{'loops':>8}  nats a token")
     for k, ce in rows:
         print(f"{k:>8}  {ce:.4f}")
-    if (swept := read_sweep(run / SWEEP)) is not None:
+    if (swept := read_sweep(run / SWEEP, load_config(run).model.mean_loops)) is not None:
         print(recommend(swept)[0])

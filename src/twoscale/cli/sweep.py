@@ -13,6 +13,7 @@ import tyro
 from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import on_run
 from twoscale.config import UserError
+from twoscale.report.words import default_depth, signed, sweep_text
 
 if TYPE_CHECKING:
     from twoscale.tradeoff.open import Opened
@@ -82,7 +83,7 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
         points = grid(opened.model.config, args.loops, args.rules, args.taus, learned, calibrated)
         sweeper = Sweeper(
             opened.model, text, args.loops, args.run / "sweep.jsonl", opened.about, world, args.rounds, args.windows,
-            lambda token: opened.tokenizer.decode([token]),
+            lambda token: opened.tokenizer.decode([token]), opened.source,
         )  # fmt: skip
         found = sweeper.run(points, say)
         if world.main:
@@ -107,19 +108,27 @@ def _samples(run: Path, opened: "Opened", found: "Sweep", calibrated: Any) -> No
         write_samples(run, opened, exit, words, loops)
 
 
+def _default(sweep: "Sweep") -> str:
+    """Which point is the model's default depth."""
+    default, loops = sweep.header.get("mean_loops"), sweep.header["loops"]
+    if default is None:
+        return ""
+    point = "full" if default == loops else f"fixed:{default}"
+    return f"; {default_depth(default)} is the point {point}" if sweep.point(point) else f"; {default_depth(default)} was not swept"
+
+
 def table(sweep: "Sweep") -> str:
     """Every point on one line, curve by curve."""
     head = sweep.header
     lines = [
-        f"{head['checkpoint']}, {head['tokens']:,} held-out tokens of {head['clusters']} {head['by']}, at most {head['loops']} loops; "
-        "dCE against the full run with a 95 % interval",
+        f"{head['checkpoint']}, {sweep_text(head)}; dCE against all {head['loops']} loops with a 95 % interval{_default(sweep)}",
         f"{'point':<28}{'steps':>7}{'CE':>9}{'dCE':>9}  {'interval':<19}{'agree':>6}{'MFLOP':>8}{'ms':>8}",
     ]
     for p in sweep.points:
         ms = f"{p['ms']:.2f}" if p.get("ms") is not None else "-"
-        between = f"{p['dce_low']:+.4f} {p['dce_high']:+.4f}"
+        between = f"{signed(p['dce_low'])} {signed(p['dce_high'])}"
         cost = f"{p['agree']:6.1%}{p['flops'] / 1e6:8.2f}{ms:>8}"
-        lines.append(f"{p['id'][:27]:<28}{p['mean_steps']:7.2f}{p['ce']:9.4f}{p['dce']:+9.4f}  {between:<19}{cost}")
+        lines.append(f"{p['id'][:27]:<28}{p['mean_steps']:7.2f}{p['ce']:9.4f}{signed(p['dce']):>9}  {between:<19}{cost}")
     for family in dict.fromkeys(p["family"] for p in sweep.points if "hard" in p):
         steps = [p["mean_steps"] for p in sweep.family(family)]
         if len(steps) > 1 and min(steps) >= head["loops"] - 1e-9:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from twoscale.explore.session import Inspection, Lane, Race
 from twoscale.report.style import GROUP_COLOURS, step_colour, step_share, visible
+from twoscale.report.words import against_default
 
 GREY = "#8a94a0"  # axes and grids that can be read on white and on black
 
@@ -37,14 +38,20 @@ def lane_words(lane: Lane, layers: list[int]) -> str:
 
 
 def race_words(race: Race) -> str:
-    """What leaving early has saved, and whether it changed the text."""
+    """Loop work beside the default depth's, speed beside the other text's, and whether the two texts differ."""
     quick, full = race.quick, race.full
     if not quick.new or not full.new:
         return ""
     where = race.first_difference
     both = min(len(quick.ids), len(full.ids)) - len(quick.prompt)
     same = f"the same text so far ({both} tokens)" if where is None else f"first difference at new token {where - len(quick.prompt) + 1}"
-    return f"**{race.saved:.0%}** of the loop work saved · **{full.ms / quick.ms:.2f}x** as fast · {same}"
+    work = against_default(quick.mean_steps(race.layers), race.mean_loops)
+    return f"{work} · **{full.ms / quick.ms:.2f}x** as fast as all {_most(race.loops)} loops · {same}"
+
+
+def _most(loops: Sequence[int]) -> str:
+    """The most loops of the groups: one number where they agree."""
+    return " / ".join(map(str, loops if len(set(loops)) > 1 else loops[:1]))
 
 
 def legend(loops: Sequence[int]) -> str:
@@ -56,16 +63,16 @@ def legend(loops: Sequence[int]) -> str:
     )
 
 
-def calibrated_mark(name: str, values: Sequence[float], low: float, high: float) -> str:
-    """Where on the logarithmic slider the calibrated thresholds of a rule lie."""
+def calibrated_mark(name: str, values: Sequence[float | None], low: float, high: float) -> str:
+    """Where on the logarithmic slider the calibrated thresholds of a rule lie; None stands for a group that runs all its loops."""
     marks = ""
     for g, value in enumerate(values):
-        if value > 0 and low <= (at := math.log10(value)) <= high:
+        if value is not None and value > 0 and low <= (at := math.log10(value)) <= high:
             colour = GROUP_COLOURS[g % len(GROUP_COLOURS)]
             marks += f"<span style='left:{100 * (at - low) / (high - low):.1f}%;color:{colour}' title='group {g + 1}: {value:.3g}'>▲</span>"
     if not marks:
         return ""
-    shown = ", ".join(f"{value:.3g}" for value in values)
+    shown = ", ".join("all loops" if value is None else f"{value:.3g}" for value in values)
     return f"<div class='marks'>{marks}</div><div class='note'>▲ {html.escape(name)}, calibrated: {shown} (group by group)</div>"
 
 

@@ -70,17 +70,13 @@ class Race:
     loops: tuple[int, ...]
     layers: list[int] = field(default_factory=list)
     """Layers of each group."""
+    mean_loops: int = 1
+    """The model's default depth."""
 
     @property
     def first_difference(self) -> int | None:
         """The first token in which the two differ, as far as both are written."""
         return next((i for i, (a, b) in enumerate(zip(self.quick.ids, self.full.ids, strict=False)) if a != b), None)
-
-    @property
-    def saved(self) -> float:
-        """Share of the loop work that was not done."""
-        most = sum(k * n for k, n in zip(self.loops, self.layers, strict=True)) / sum(self.layers)
-        return 1 - self.quick.mean_steps(self.layers) / most if self.quick.new else 0.0
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,7 @@ class Session:
             texts.append(
                 stream(self.model, ids, new, exit=rule, loops=counts, kv=kv, temperature=temperature, seed=seed, stop=(self.tokenizer.eot,))
             )
-        race = Race(lanes[0], lanes[1], counts, self.layers)
+        race = Race(lanes[0], lanes[1], counts, self.layers, self.model.config.mean_loops)
         while not (race.quick.done and race.full.done):
             i = min((i for i in range(2) if not lanes[i].done), key=lambda i: lanes[i].seconds)
             self._go_on(lanes[i], texts[i], spelt[i])

@@ -22,6 +22,7 @@ from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.serial import read_json, read_jsonl, to_dict
 from twoscale.geometry.probe import GEOMETRY, write_record
 from twoscale.report.verdict import recommend
+from twoscale.report.words import evaluation_text
 from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
 from twoscale.train import checkpoint as ckpt
@@ -115,6 +116,12 @@ def _text(path: Path, text: str) -> None:
         f.write(text.encode())
 
 
+def _validation(config: RunConfig, loss: float) -> str:
+    """The loss that training measured, and on what."""
+    where = f"{config.train.eval_sequences} windows spread over all held-out text, at {config.model.mean_loops} loops"
+    return f"{loss:.4f} nats a token ({where})"
+
+
 def card(run: Path, folder: Path, config: RunConfig, parameters: int, code: bool = True) -> str:
     """The model card: what it is, how it was trained, what was measured."""
     m, t, progress = config.model, config.train, ckpt.read_progress(folder)
@@ -124,14 +131,15 @@ def card(run: Path, folder: Path, config: RunConfig, parameters: int, code: bool
         ("layers", f"{m.n_layer} of width {m.n_embd}, {m.n_head} heads; loop groups {groups}, mean loops {m.mean_loops}"),
         ("context", f"{m.block_size} tokens, {m.vocab_size:,} in the vocabulary ({config.data.tokenizer})"),
         ("training", f"{progress.step:,} steps, {progress.tokens:,} tokens, {t.optimizer}, seed {t.seed}"),
-        ("validation loss", "not measured" if progress.val_loss is None else f"{progress.val_loss:.4f} nats a token"),
+        ("validation loss", "not measured" if progress.val_loss is None else _validation(config, progress.val_loss)),
     ]
     measured = read_json(run / "evaluation.json") if (run / "evaluation.json").exists() else {}
     if measured.get("weights") == name_checkpoint(folder)["weights"]:
         loops = measured.get("cross_entropy_by_loops", {})
-        rows.append(("held-out loss by loops", ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())))
+        shown = ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())
+        rows.append(("loss by loops, nats a token", f"{shown} (on {evaluation_text(measured)})"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    sweep = read_sweep(run / SWEEP)
+    sweep = read_sweep(run / SWEEP, m.mean_loops)
     advice = ""
     if sweep is not None and sweep.header.get("weights") == name_checkpoint(folder)["weights"]:
         advice = f"\n## Leaving early\n\n{recommend(sweep)[1]}\n"

@@ -32,13 +32,14 @@ def judge(records: Sequence[dict[str, Any]]) -> list[Claim]:
 def decay_ratio(group: dict[str, Any]) -> float | None:
     """Mean step norm at k = 10 over that at k = 1."""
     means = group["step_norm"]["mean"]
-    return means[LATE] / means[EARLY] if len(means) > LATE and means[EARLY] else None
+    known = len(means) > LATE and means[EARLY] and means[LATE] is not None
+    return means[LATE] / means[EARLY] if known else None
 
 
 def cosine_levels(group: dict[str, Any]) -> tuple[float, float, int] | None:
     """Mean cosine over k = 4 .. 8, over the last five steps that still count (most tokens above rounding), and the last of them."""
     cosine = group.get("step_cosine")
-    if cosine is None:
+    if cosine is None or not cosine["count"]:
         return None
     enough = max(cosine["count"]) / 2
     counted = [
@@ -54,8 +55,10 @@ def _decay(last: dict[str, Any]) -> Claim:
     ratios = {g["name"]: decay_ratio(g) for g in last["groups"]}
     known = [r for r in ratios.values() if r is not None]
     outcome: Outcome = "undecided"
-    if len(known) == len(ratios):
-        outcome = "confirmed" if max(known) <= 0.25 else "refuted" if max(known) > 0.5 else "undecided"
+    if any(r > 0.5 for r in known):
+        outcome = "refuted"
+    elif len(known) == len(ratios) and all(r <= 0.25 for r in known):
+        outcome = "confirmed"
     measured = "; ".join(f"group {n}: {_percent(r)}" for n, r in ratios.items())
     return Claim(
         "a",
@@ -101,21 +104,23 @@ def _training(records: Sequence[dict[str, Any]]) -> Claim:
     if len(trained) < 2:
         return Claim("c", text, rule, "only one measurement: train with train.geometry_interval, or trace several checkpoints", "undecided")
     first, last = trained[0], trained[-1]
-    parts, decays, wobbles = [], [], []
+    parts: list[str] = []
+    decays: list[float] = []  # changes over training, for each group where both ends were measured
+    wobbles: list[float] = []
     for a, b in zip(first["groups"], last["groups"], strict=True):
         before, after = decay_ratio(a), decay_ratio(b)
         if before is not None and after is not None:
-            decays.append(after < before)
+            decays.append(after - before)
         cos_a, cos_b = cosine_levels(a), cosine_levels(b)
         if cos_a is not None and cos_b is not None:
-            wobbles.append(abs(cos_b[1] - cos_b[0]) < abs(cos_a[1] - cos_a[0]))
+            wobbles.append(abs(cos_b[1] - cos_b[0]) - abs(cos_a[1] - cos_a[0]))
         shown = f"{abs(cos_a[1] - cos_a[0]):.2f} to {abs(cos_b[1] - cos_b[0]):.2f}" if cos_a and cos_b else "not measurable"
         parts.append(f"group {b['name']}: share {_percent(before)} to {_percent(after)}, change of cosine {shown}")
     n = len(last["groups"])
     outcome: Outcome = "undecided"
-    if len(decays) == len(wobbles) == n and all(decays) and all(wobbles):
+    if len(decays) == len(wobbles) == n and max(*decays, *wobbles) < 0:
         outcome = "confirmed"
-    elif (len(decays) == n and not any(decays)) or (len(wobbles) == n and not any(wobbles)):
+    elif any(len(changes) == n and min(changes) > 0 for changes in (decays, wobbles)):
         outcome = "refuted"
     return Claim("c", text, rule, f"step {first['step']} to {last['step']}: " + "; ".join(parts), outcome)
 
@@ -129,11 +134,15 @@ def _drift(records: Sequence[dict[str, Any]]) -> Claim:
     text = "Between groups the state drifts much farther than a loop step: DLR ≫ 1."
     ratios = {f"{b['from']} to {b['to']}": b["dlr"]["settled_k1"]["mean"] for b in last["boundaries"]}
     known = [r for r in ratios.values() if r is not None]
-    if not ratios or len(known) < len(ratios):
-        why = "there is one group only" if not ratios else "a group has no step after the first, or never moves"
-        return Claim("d", text, rule, why, "undecided")
-    outcome: Outcome = "confirmed" if min(known) >= 3 else "refuted" if min(known) < 1 else "undecided"
-    measured = "; ".join(f"{n}: {r:.1f}" for n, r in ratios.items())
+    if not ratios:
+        return Claim("d", text, rule, "there is one group only", "undecided")
+    outcome: Outcome = "undecided"
+    if any(r < 1 for r in known):
+        outcome = "refuted"
+    elif len(known) == len(ratios) and all(r >= 3 for r in known):
+        outcome = "confirmed"
+    missing = "not defined (a group has no step after the first, or never moves)"
+    measured = "; ".join(f"{n}: {missing if r is None else f'{r:.1f}'}" for n, r in ratios.items())
     if first["step"] == 0 < last["step"]:
         untrained = [b["dlr"]["settled_k1"]["mean"] for b in first["boundaries"]]
         measured += f" (before training: {', '.join('not defined' if r is None else f'{r:.1f}' for r in untrained)})"

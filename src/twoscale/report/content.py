@@ -44,14 +44,15 @@ CAPTIONS: dict[str, tuple[str, str]] = {
     ),
     "tradeoff": (
         "The trade-off",
-        "What decides: loss against cost, every rule beside fixed depths, random exits with the mean steps of acceleration, and two "
+        "What decides: loss against cost, every rule beside fixed depths, random exits with the mean steps of a rule, and two "
         "oracles that see the labels: the first with one depth for all groups, the second with any depth of a table of some forty. Both as "
         "run, where tokens also see their neighbours at other depths. Circled: no other setting that can be had is better in both. "
         "FLOPs and times include a rule's own looks; a random exit's time includes drawing its depths.",
     ),
     "steps_taken": (
         "Steps taken",
-        "How many steps the tokens take in each group, each rule at its cheapest threshold that keeps CE within 0.01 nats.",
+        "How many steps the tokens take in each group, each rule at its cheapest threshold that keeps CE within 0.01 nats by its "
+        "whole interval; where none does, at the one with the smallest rise.",
     ),
     "hard_tokens": (
         "Which tokens take longest",

@@ -69,7 +69,7 @@ def load_run(folder: Path) -> RunFiles:
             raise UserError(f"{folder / 'geometry.jsonl'} holds lines that are no measurements: remove them or measure again")
     if not geometry:
         raise UserError(f"{folder} has no geometry.jsonl: run `twoscale trace {folder}` first")
-    sweep, calibration = read_sweep(folder / SWEEP), read_calibration(folder / CALIBRATION)
+    sweep, calibration = read_sweep(folder / SWEEP, config.model.mean_loops), read_calibration(folder / CALIBRATION)
     if sweep is not None and calibration is not None and calibration.get("weights") != sweep.header.get("weights"):
         calibration = None  # of another checkpoint than what the page shows
     return RunFiles(

@@ -22,6 +22,7 @@ from twoscale.report.load import RunFiles, load_run
 from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, samples_section, sweep_table, token_table
 from twoscale.report.tradeoff_figures import slowest_of
 from twoscale.report.verdict import judge_exits, recommend
+from twoscale.report.words import losses_note, sweep_text
 
 PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
     "step_norms": interactive.step_norms,
@@ -38,6 +39,7 @@ PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
 }
 
 MARKS = {"confirmed": "✓", "refuted": "✗", "undecided": "?"}
+SWEPT = ("against_tau", "tradeoff", "steps_taken", "hard_tokens")  # figures of the sweep's text
 SHOWN_BY = {"step_norms": "a", "step_cosines": "bc", "drift_to_loop": "d", "against_tau": "efg"}  # figure -> the claims that it shows
 
 
@@ -104,12 +106,14 @@ def _part(run: RunFiles, names: list[str], figures: str, prefix: str) -> str:
         heading, caption = CAPTIONS[name]
         links = f'<a href="{figures}/{name}.png">PNG</a>, <a href="{figures}/{name}.pdf">PDF</a>'
         body.append(
-            f"<section id='{prefix}{name}'><h2>{heading}</h2><p>{prose(caption)} {_verdicts(name, claims)}"
+            f"<section id='{prefix}{name}'><h2>{heading}</h2><p>{prose(caption)} {_text_of(name, run)}{_verdicts(name, claims)}"
             f"<span class='soft'>For print: {links}.</span></p>{_panels(prefix + name, PANELS[name](run))}</section>"
         )
     if run.samples is not None:
         body.append(samples_section(run.samples))
-    body += ["<h2>Numbers</h2>", group_table(run), drift_table(run)]
+    swept = run.sweep.header if run.sweep is not None else None
+    note = losses_note(run.evaluation, swept, run.calibration)
+    body += ["<h2>Numbers</h2>", f"<p>{html.escape(note)}</p>" if note else "", group_table(run), drift_table(run)]
     if run.evaluation is not None:
         body.append(evaluation_table(run.evaluation))
     if run.sweep is not None:
@@ -118,6 +122,11 @@ def _part(run: RunFiles, names: list[str], figures: str, prefix: str) -> str:
     if words:
         body.append(f"<h2>What to use</h2><p id='{prefix}recommendation'>{prose(words)}</p>")
     return "".join(body) + "<h2>Set-up</h2>" + _setup(run)
+
+
+def _text_of(figure: str, run: RunFiles) -> str:
+    """Which text a figure of the sweep shows."""
+    return html.escape(f"Measured on {sweep_text(run.sweep.header)}. ") if run.sweep is not None and figure in SWEPT else ""
 
 
 def _verdicts(figure: str, claims: list[Claim]) -> str:
@@ -135,7 +144,7 @@ def _headline(run: RunFiles, claims: list[Claim], recommendation: str, prefix: s
         f"<h1 id='{prefix}top'>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
         f"<p class='soft'>{m.n_layer} layers of width {m.n_embd}, loop groups {html.escape(', '.join(run.names))}, r = {m.mean_loops}, "
         f"{html.escape(run.training)}; "
-        f"measured on {int(last['tokens']):,} held-out tokens, {int(last['groups'][0]['loops'])} loop steps.</p>"
+        f"geometry measured on {int(last['tokens']):,} held-out tokens, {int(last['groups'][0]['loops'])} loop steps.</p>"
         f"{advice}<p>At the last checkpoint {html.escape(verdicts)}. The paper's claims: {found}.</p>"
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look, step_colour, visible
+from twoscale.report.words import evaluation_text, signed, sweep_text
 from twoscale.tradeoff.summary import Sweep
 
 
@@ -52,7 +53,7 @@ def evaluation_table(evaluation: dict[str, Any]) -> str:
     head, bigram = [f"{k} loop{'s' if k != '1' else ''}" for k in loops], evaluation["bigram_cross_entropy"]
     if bigram is not None:
         head, cells = [*head, "bigram"], f"{cells}<td class='n'>{bigram:.4f}</td>"
-    return table(f"Held-out cross-entropy in nats a token, {evaluation['tokens']:,} tokens", head, [f"<tr>{cells}</tr>"])
+    return table(f"Cross-entropy in nats a token on {evaluation_text(evaluation)}", head, [f"<tr>{cells}</tr>"])
 
 
 def table(caption: str, head: list[str], rows: list[str]) -> str:
@@ -83,8 +84,8 @@ def sweep_table(sweep: Sweep) -> str:
         by_group = ", ".join(f"{g['mean']:.1f} ({g['std']:.1f})" for g in p["steps"])
         timed = p.get("ms") is not None
         numbers = [
-            f"{p['mean_steps']:.2f}", by_group, f"{p['ce']:.4f}", f"{p['ppl']:.3f}", f"{p['dce']:+.4f}",
-            f"{p['dce_low']:+.4f} … {p['dce_high']:+.4f}",
+            f"{p['mean_steps']:.2f}", by_group, f"{p['ce']:.4f}", f"{p['ppl']:.3f}", signed(p["dce"]),
+            f"{signed(p['dce_low'])} … {signed(p['dce_high'])}",
             f"{p['agree']:.1%}", f"{p['flops'] / 1e6:.2f}", f"{p['ms']:.2f}" if timed else "–",
             f"{p['ms_low']:.2f} … {p['ms_high']:.2f}" if timed else "–", ", ".join(c for c in fronts if p["id"] in fronts[c]),
         ]  # fmt: skip
@@ -92,8 +93,8 @@ def sweep_table(sweep: Sweep) -> str:
         rows.append(f"<tr><td>{html.escape(family_look(p['family'])[0])}</td><td>{html.escape(p['label'] or p['id'])}</td>{cells}</tr>")
     h = sweep.header
     note = (
-        f"{h['checkpoint']}, {h['tokens']:,} held-out tokens of {h['clusters']} {h['by']}, "
-        f"at most {h['loops']} loops, {sweep.rounds} rounds of timing"
+        f"{h['checkpoint']}, {sweep_text(h)}; at most {h['loops']} loops, dCE against all {h['loops']} loops, {sweep.rounds} "
+        f"round{'s' if sweep.rounds != 1 else ''} of timing"
     )
     return f"<details><summary>All {len(rows)} points of the sweep</summary>{table(note, head, rows)}</details>"
 

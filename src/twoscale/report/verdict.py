@@ -1,13 +1,18 @@
 """The paper's claims on exits, (e) to (g), and a recommendation in plain words: pure functions of a sweep."""
 
+from collections.abc import Callable
 from typing import Any
 
 from twoscale.report.claims import Claim, Outcome
+from twoscale.report.words import MARGIN, calibration_sentences, change, default_depth, rise, signed, sweep_text
 from twoscale.tradeoff.summary import ORACLES, Sweep
+
+__all__ = ["BASELINES", "FLAT", "best", "judge_exits", "recommend", "rise", "signed"]
 
 FLAT = 0.01  # nats: a rise of CE that is called none
 ROUNDS = 3  # of timing; fewer tell nothing on how much times vary
-BASELINES = ("full", "fixed", "fixed-one", "random")
+FIXED = ("full", "fixed", "fixed-one")
+BASELINES = (*FIXED, "random")
 Point = dict[str, Any]
 
 
@@ -20,22 +25,12 @@ def _at(sweep: Sweep, family: str, tau: float) -> Point | None:
     return next((p for p in sweep.family(family) if p["setting"] == tau), None)
 
 
-def signed(x: float) -> str:
-    """Four digits with their sign; what rounds to nothing has none."""
-    return f"{x:+.4f}" if abs(x) >= 5e-5 else "0.0000"
-
-
-def rise(p: Point) -> str:
-    """The rise of CE with its interval."""
-    return f"{signed(p['dce'])} [{signed(p['dce_low'])}, {signed(p['dce_high'])}]"
-
-
 def _faster(sweep: Sweep) -> Claim:
     text = "Raising tau from 1e-5 to 1e-2 makes acceleration much faster at flat CE."
     rule = (
         f"ms a token at 1e-2 over that at 1e-5, and the rise of CE at 1e-2 against the full run, with 95 % intervals. Confirmed when the "
         f"ratio is 0.80 at most and the rise {FLAT} nats at most, refuted when the ratio is above 0.95 or the rise above {2 * FLAT}, "
-        "whole intervals each."
+        f"whole intervals each; times count from {ROUNDS} rounds on."
     )
     a, b = _at(sweep, "acceleration", 1e-5), _at(sweep, "acceleration", 1e-2)
     if a is None or b is None or a.get("ms") is None or b.get("ms") is None:
@@ -58,7 +53,7 @@ def _kl(sweep: Sweep) -> Claim:
     rule = (
         f"The rise of CE at the paper's four thresholds, and ms a token at 1e-3 beside what as many steps take without a rule (straight "
         f"line through the fixed depths). Confirmed when no rise is above {FLAT} nats and KL takes 1.1 times as long or more, refuted "
-        "when a rise is, by its whole interval, or KL takes less than 1.02 times as long."
+        f"when a rise is, or KL takes less than 1.02 times as long, whole intervals each; times count from {ROUNDS} rounds on."
     )
     points = [p for tau in (1e-5, 1e-4, 1e-3, 1e-2) if (p := _at(sweep, "kl", tau)) is not None]
     there, others = _at(sweep, "kl", 1e-3), [p for f in ("fixed", "full") for p in sweep.family(f) if p.get("ms") is not None]
@@ -110,8 +105,16 @@ def _line(x: list[float], y: list[float], at: float) -> float:
 
 
 def cost_of(sweep: Sweep) -> str:
-    """What is saved: `ms` where times were taken, else `flops`."""
-    return "ms" if all(p.get("ms") is not None for p in sweep.points) else "flops"
+    """What decides: `ms` where times were taken often enough to have an interval, else `flops`."""
+    return "ms" if sweep.rounds >= ROUNDS and all(p.get("ms") is not None for p in sweep.points) else "flops"
+
+
+def below(a: Point, b: Point, cost: str) -> bool:
+    """Whether `a` costs less than `b`: by whole intervals, and where FLOPs decide by MARGIN at least. Two points of one sweep were measured
+    on the same text; a fixed depth's FLOPs hardly vary, so the rule's own interval is that of the paired difference."""
+    low, high = b.get(f"{cost}_low"), a.get(f"{cost}_high")
+    apart = low is None or high is None or high < low
+    return bool(apart and (cost == "ms" or a[cost] < (1 - MARGIN) * b[cost]))
 
 
 def best(sweep: Sweep, families: tuple[str, ...] | None = None, limit: float = FLAT) -> Point | None:
@@ -125,63 +128,109 @@ def best(sweep: Sweep, families: tuple[str, ...] | None = None, limit: float = F
     return min(chosen, key=lambda p: p[cost], default=None)
 
 
-def name_of(point: Point) -> str:
+def name_of(point: Point, loops: int) -> str:
+    """A point in words."""
+    if point["family"] == "full":
+        return f"all {loops} loops"
+    if point["family"] == "fixed-one":
+        return f"{point['label']} and all {loops} in the others"
     return str(point.get("label") or point["id"])
 
 
+def cost_words(point: Point, cost: str) -> str:
+    """`3.1 [3.0, 3.2] ms a token` or `12.3 MFLOP a token`."""
+    if cost == "ms":
+        return f"{point['ms']:.1f} [{point['ms_low']:.1f}, {point['ms_high']:.1f}] ms a token"
+    return f"{point['flops'] / 1e6:.2f} MFLOP a token"
+
+
+def baseline(sweep: Sweep) -> tuple[Point, str]:
+    """The point that savings are quoted against, and its name: the default depth, or the full run where the sweep has no point there."""
+    full, loops, default = sweep.point("full"), sweep.header["loops"], sweep.header.get("mean_loops")
+    assert full is not None
+    if default is None:
+        return full, f"all {loops} loops"
+    point = full if default == loops else sweep.point(f"fixed:{default}")
+    if point is None:
+        return full, f"all {loops} loops ({default_depth(default)} was not swept)"
+    return point, default_depth(default)
+
+
+def saving(point: Point, base: Point, against: str, cost: str) -> str:
+    """What a point costs, beside the default depth: less, more, or no difference."""
+    told = f"{cost_words(point, cost)}, {point['mean_steps']:.1f} steps"
+    if point is base:
+        return f"{told} ({against})"
+    less, more = below(point, base, cost), below(base, point, cost)
+    words = change(point[cost], base[cost]) if less or more else ""
+    return (
+        f"{told} ({words} than {against}: {cost_words(base, cost)})"
+        if words
+        else f"{told} (no difference from {against}: {cost_words(base, cost)})"
+    )
+
+
 def recommend(sweep: Sweep, calibration: dict[str, Any] | None = None) -> tuple[str, str]:
-    """A headline and a paragraph: which rule to use for this model, at which setting, what it saves and what it costs."""
-    cost, full = cost_of(sweep), sweep.point("full")
-    rule, fixed = best(sweep), best(sweep, ("fixed", "fixed-one", "full"))
-    if full is None or fixed is None:
+    """A headline and a paragraph: what to use for this model, what it saves and what it costs.
+
+    A rule is recommended only where it costs less than the best fixed depth of the same quality, by `below`; a tie goes to the fixed depth.
+    """
+    fixed = best(sweep, FIXED)
+    if sweep.point("full") is None or fixed is None:
         return "The sweep is not finished.", "The full run has not been measured yet."
-    unit = "ms a token" if cost == "ms" else "MFLOP a token"
-    shown = {id(p): p[cost] if cost == "ms" else p[cost] / 1e6 for p in sweep.points}
+    cost, loops = cost_of(sweep), sweep.header["loops"]
+    (base, against), rule = baseline(sweep), _best_rule(sweep, fixed, cost)
+    pick = rule if rule is not None and below(rule, fixed, cost) else fixed
 
-    def saving(p: Point) -> str:
-        return (
-            f"{shown[id(p)]:.1f} instead of {shown[id(full)]:.1f} {unit} ({1 - p[cost] / full[cost]:.0%} less), {p['mean_steps']:.1f} steps"
-        )
+    def told(p: Point) -> str:
+        return f"{name_of(p, loops)}: {saving(p, base, against, cost)}, dCE {rise(p)} nats against all {loops} loops"
 
-    words = []
-    if rule is None:
-        head = f"No rule that was tried keeps CE within {FLAT} nats; use a fixed depth: {name_of(fixed)}."
-        words.append(f"Use {name_of(fixed)}: {saving(fixed)}, dCE {rise(fixed)} nats.")
-    else:
-        pick, other = (rule, fixed) if rule[cost] <= fixed[cost] else (fixed, rule)
-        apart = cost != "ms" or pick["ms_high"] < other["ms_low"]
-        head = f"Use {name_of(pick)}: {saving(pick)}, CE {signed(pick['dce'])}, against all {sweep.header['loops']} loops."
-        words.append(
-            f"For this model use {name_of(pick)}: {saving(pick)}, dCE {rise(pick)} nats against all {sweep.header['loops']} loops."
-        )
-        kind = "the best rule" if pick is fixed else "the best fixed depth"
-        verdict = f"{name_of(pick)} is quicker" if apart else "in time the two cannot be told apart"
-        words.append(f"Next to it, {kind} at the same quality is {name_of(other)}: {saving(other)}, dCE {rise(other)}; {verdict}.")
-        if pick is fixed and apart:
-            words.append("So for this model a token's own geometry does not pay: depth needs do not differ enough between its tokens.")
-    oracle = [p for p in sweep.points if p["family"] == "oracle-stay" and p["dce_high"] <= FLAT]
-    if oracle:
-        low = min(oracle, key=lambda p: p["mean_steps"])
-        words.append(
-            f"An oracle that keeps every token's loss within {low['setting']:g} nats would need {low['mean_steps']:.1f} steps (dCE "
-            f"{rise(low)})."
-        )
+    words = [f"For this model use {told(pick)}.", _rivals(sweep, pick, rule, fixed, cost, told)]
+    if cost == "flops":
+        few = sweep.rounds < ROUNDS
+        why = f"Times need {ROUNDS} rounds and this sweep has {sweep.rounds}" if few else "Not every point was timed"
+        words.append(f"{why}, so counted FLOPs decide; they count as fewer from {100 * MARGIN:.0f} % on.")
+    words += [_oracle(sweep), f"Measured on {sweep_text(sweep.header)}."]
     words.append(
         "The choice was made on the text that it is reported on, among many settings, so expect a little less; `twoscale calibrate` "
         "certifies a setting on text of its own."
     )
     if calibration is not None:
-        words.append(_calibrated(calibration))
-    return head, " ".join(words)
+        goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in calibration["goal"].items())
+        words.append(f"Calibrated thresholds of {calibration['rule']} ({goal}).")
+        words += calibration_sentences(calibration, sweep.header.get("mean_loops"))
+    return f"Use {told(pick)}.", " ".join(filter(None, words))
 
 
-def _calibrated(found: dict[str, Any]) -> str:
-    r, goal = found["report"], ", ".join(f"{k.replace('_', '-')} {v:g}" for k, v in found["goal"].items())
-    mine, equal = r["calibrated"], r["equal"]
-    beats = "fewer than" if r["beats_single"] else "not fewer than"
+def _best_rule(sweep: Sweep, fixed: Point, cost: str) -> Point | None:
+    """The cheapest rule that keeps CE; one that costs less than the fixed depth by its whole interval comes first."""
+    kept = [p for p in sweep.points if p["family"] not in (*BASELINES, *ORACLES) and p["dce_high"] <= FLAT]
+    return min(kept, key=lambda p: (not below(p, fixed, cost), p[cost]), default=None)
+
+
+def _rivals(sweep: Sweep, pick: Point, rule: Point | None, fixed: Point, cost: str, told: Callable[[Point], str]) -> str:
+    """The best rule beside the best fixed depth."""
+    if rule is None:
+        return f"No rule that was tried keeps CE within {FLAT} nats by its whole interval."
+    loops = sweep.header["loops"]
+    if pick is rule:
+        return f"The best fixed depth of the same quality is {told(fixed)}. {name_of(rule, loops)} costs less, by its whole interval."
+    lead = f"The best rule of the same quality is {told(rule)};"
+    if below(fixed, rule, cost):
+        return (
+            f"{lead} it costs more than {name_of(fixed, loops)}, so on this model no rule that was tried saves anything over a fixed depth."
+        )
+    what = "time" if cost == "ms" else "FLOPs"
+    return f"{lead} in {what} the two cannot be told apart, and a tie goes to the fixed depth, which is simpler."
+
+
+def _oracle(sweep: Sweep) -> str:
+    """How few steps would do if the labels were known."""
+    kept = [p for p in sweep.points if p["family"] == "oracle-stay" and p["dce_high"] <= FLAT]
+    if not kept:
+        return ""
+    low = min(kept, key=lambda p: p["mean_steps"])
     return (
-        f"Calibrated thresholds of {found['rule']} ({goal}): {mine['mean_steps']:.2f} steps, dCE {rise(mine)} on unseen text, certified "
-        f"to rise by no more than {found['bound']:.4f} nats with {100 * (1 - found['delta']):.4g} % confidence "
-        f"({found['clusters']['certify']} {found['by']}). That is {beats} the best single threshold for all groups takes at the same "
-        f"loss or less ({equal['mean_steps']:.2f} steps, dCE {signed(equal['dce'])})."
+        f"An oracle that sees the labels and leaves each token where its loss stays within {low['setting']:g} nats of the full run's takes "
+        f"{low['mean_steps']:.1f} steps (dCE {rise(low)})."
     )

@@ -54,25 +54,31 @@ def answers(model: LoopedGPT, text: Text, exit: Exit | None, loops: int | Sequen
 
 
 def counted_flops(config: ModelConfig, steps: Tensor, exit: Exit | None = None) -> tuple[float, float]:
-    """Mean FLOPs a token with these steps (N, T, G), token t seeing t + 1 tokens; and how many of them are the rule's own looks.
+    """Mean FLOPs a token with these steps (N, T, G), token t seeing t + 1 tokens; and how many of them are the rule's own looks."""
+    total, looks = flops_of_tokens(config, steps, exit)
+    return float(total.mean()), float(looks.mean())
+
+
+def flops_of_tokens(config: ModelConfig, steps: Tensor, exit: Exit | None = None) -> tuple[Tensor, Tensor]:
+    """FLOPs of every token (N, T), and how many of them are the rule's own looks.
 
     Every look of a rule on logits reads the head; through the coda, the layers after the last group as well.
     """
-    c, T = config, steps.shape[1]
+    c, (N, T, _) = config, steps.shape
     context = torch.arange(1, T + 1, dtype=torch.float64)
     plain = c.n_layer - sum(len(g) for g in c.groups)
-    layers = plain * np.mean([layer_flops(c, t) for t in range(1, T + 1)])
-    total, looks = float(layers) + head_flops(c), 0.0
+    layers = plain * torch.tensor([layer_flops(c, t) for t in range(1, T + 1)], dtype=torch.float64)
+    total, looks = (layers + head_flops(c)).expand(N, T), torch.zeros(N, T, dtype=torch.float64)
     # step_flops is linear in the context: what a step costs at context 0, and what each token in sight adds
     for g, rule in enumerate(exits.plan(exit, c.n_groups)):
         taken = steps[..., g].double()
         base = step_flops(c, g, 0)
-        total += enter_flops(c) + float((taken * (base + (step_flops(c, g, 1) - base) * context)).mean())
+        total = total + enter_flops(c) + taken * (base + (step_flops(c, g, 1) - base) * context)
         if isinstance(rule, Reads):
             coda = sum(len(layer) for layer, group in c.stages[-1:] if group is None) if rule.read == "coda" else 0
             at_zero = layer_flops(c, 0)
             look = head_flops(c) + coda * (at_zero + (layer_flops(c, 1) - at_zero) * context)
-            looks += float((taken * look).mean())
+            looks = looks + taken * look
     return total + looks, looks
 
 
@@ -81,7 +87,8 @@ def describe(config: ModelConfig, text: Text, given: Answers, full: Answers, exi
     clusters = text.clusters.numpy()
     ce, rise = given.losses.mean(), (given.losses - full.losses).numpy()
     low, high = interval(rise, clusters)
-    flops, looks = counted_flops(config, given.steps, exit)
+    flops, looks = flops_of_tokens(config, given.steps, exit)
+    flops_low, flops_high = interval(flops.numpy(), clusters)
     ce_low, ce_high = interval(given.losses.numpy(), clusters)
     groups = []
     for g in range(given.steps.shape[-1]):
@@ -98,7 +105,7 @@ def describe(config: ModelConfig, text: Text, given: Answers, full: Answers, exi
         "dce": float(rise.mean()), "dce_low": low, "dce_high": high,
         "agree": float((given.choices == full.choices).double().mean()),
         "mean_steps": float(given.steps.double().mean()), "steps": groups,
-        "flops": flops, "flops_looks": looks,
+        "flops": float(flops.mean()), "flops_low": flops_low, "flops_high": flops_high, "flops_looks": float(looks.mean()),
     }  # fmt: skip
 
 

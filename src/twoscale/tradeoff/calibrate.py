@@ -8,7 +8,8 @@ Certify. On documents that fitting has not seen, the settings of the path are te
 rise of the loss, until one fails (learn-then-test by a fixed sequence): the chance that the last one to pass costs more than
 was asked is delta at most, however long the path.
 
-Report. On documents that neither has seen, the result stands beside the best single threshold for all groups, found in the same way.
+Report. On documents that neither has seen, the result is compared with a single threshold for all groups and with a fixed depth, both
+found and certified in the same way, and with the default depth: differences of steps and of CE, paired, with intervals over documents.
 """
 
 import time
@@ -31,6 +32,7 @@ from twoscale.tradeoff.text import Text
 
 STEPS = (2, 3, 4, 5, 6, 8, 11, 16, 24, 40)  # mean steps that thresholds are tried for
 LONGEST = 10  # settings on a path
+DEPTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)  # fixed depths that are tested, in this order
 
 Setting = Mapping[int, exits.Rule]
 Say = Callable[[str], None]
@@ -132,16 +134,19 @@ class Calibration:
         grids = self._grids()
         path = self._path(grids)
         everywhere = self._everywhere(grids)
+        fixed: list[Setting] = [dict.fromkeys(self.groups, exits.Fixed(k)) for k in DEPTHS if k < self.loops]
         if goal.max_dce is not None:
             limit = goal.max_dce
-            own, common = (self._certify(p, limit, words) for p, words in ((path, "each group's"), (everywhere, "one for all")))
+            told = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
+            own, *others = (self._certify(p, limit, words) for p, words in told)
         else:
-            own, common = ([self._meets(p, goal)] for p in (path, everywhere))
-        chosen, single = (next((c for c in reversed(found) if c.passed), None) for found in (own, common))
+            own, *others = (self._meets(p, goal, must=p is path) for p in (path, everywhere, fixed))
+        chosen, single, depth = (next((c for c in reversed(found) if c.passed), None) for found in (own, *others))
         result: dict[str, Any] = {
             "rule": exits.name_of(self.rule),
             "rules": [self._word(chosen, g) for g in self.groups],
             "loops": self.loops,
+            "mean_loops": self.model.config.mean_loops,
             "goal": {key: value for key, value in vars(goal).items() if value is not None},
             "delta": self.delta,
             "bound": chosen.bound if chosen is not None else 0.0,
@@ -152,7 +157,7 @@ class Calibration:
         }
         if isinstance(self.rule, exits.Learned):
             result["heads"] = [list(head) for head in self.rule.heads]  # certified with these, whatever controller.json becomes
-        return result | self._compare(chosen, single, everywhere) | {"seconds": round(time.perf_counter() - started, 1)}
+        return result | self._compare(chosen, single, depth) | {"seconds": round(time.perf_counter() - started, 1)}
 
     def _word(self, certified: Certified | None, group: int) -> str | None:
         """A group's rule as the command line writes it; the weights of a learned one are under `heads`."""
@@ -209,11 +214,12 @@ class Calibration:
     def _certify(self, path: list[Setting], limit: float, words: str) -> list[Certified]:
         tested = fixed_sequence(path, self._bound, limit)
         passed = sum(c.passed for c in tested)
-        self.say(f"certify, {words} threshold: {passed} of {len(path)} settings keep the rise below {limit:g} nats")
+        self.say(f"certify, {words}: {passed} of {len(path)} settings keep the rise below {limit:g} nats")
         return tested
 
-    def _meets(self, path: list[Setting], goal: Goal) -> Certified:
-        """The first setting of the path that is as quick as asked, with the bound that holds for it."""
+    def _meets(self, path: list[Setting], goal: Goal, must: bool) -> list[Certified]:
+        """The first setting of the path that is as quick as asked, with the bound that holds for it. Where none is: an error, or an empty
+        list if there need not be one."""
         if goal.ms is not None:
             pace = Pace(self.model, {REFERENCE: None, **{str(i): dict(s) for i, s in enumerate(path)}}, self.loops, self.texts.fit)
             rounds = [pace.round(r, list(pace.engines)) for r in range(4)][1:]
@@ -226,36 +232,42 @@ class Calibration:
         for setting, cost in zip(path, costs, strict=True):
             if cost <= limit:
                 self.say(f"{cost:.3g} {unit} on the text that was fitted on")
-                return Certified(setting, self._bound(setting), True)
+                return [Certified(setting, self._bound(setting), True)]
+        if not must:
+            return []
         raise UserError(f"no setting of the rule gets below {limit:g} {unit}: the quickest takes {min(costs):.3g}")
 
     # -- report --------------------------------------------------------------------------------------------------
 
-    def _compare(self, chosen: Certified | None, single: Certified | None, everywhere: list[Setting]) -> dict[str, Any]:
-        """On documents that neither fitting nor certifying has seen: the result, the single threshold that was certified in the same
-        way, and the cheapest single threshold whose loss there is no higher than the result's, which is what it must beat."""
-        text, full = self.texts.report, self.full["report"]
-        found: dict[str, Answers] = {}
+    def _compare(self, chosen: Certified | None, single: Certified | None, fixed: Certified | None) -> dict[str, Any]:
+        """On documents that neither fitting nor certifying has seen: the result, the single threshold and the fixed depth that were
+        certified in the same way, and the default depth; and how many steps and nats the result takes more than each of them."""
+        text, full, default = self.texts.report, self.full["report"], self.model.config.mean_loops
+        settings: dict[str, Setting | None] = {
+            name: None if c is None else c.setting for name, c in (("calibrated", chosen), ("single", single), ("fixed", fixed))
+        }
+        if default <= self.loops:
+            settings["default"] = dict.fromkeys(self.groups, exits.Fixed(default))
+        found = {name: full if s is None else answers(self.model, text, dict(s), self.loops) for name, s in settings.items()}
         records: dict[str, Any] = {}
-
-        def keep(name: str, setting: Setting | None, given: Answers | None = None) -> None:
-            known = dict(setting) if setting is not None else None
-            found[name] = given or (full if known is None else answers(self.model, text, known, self.loops))
-            record = describe(self.model.config, text, found[name], full, known)
+        for name, setting in settings.items():
+            record = describe(self.model.config, text, found[name], full, None if setting is None else dict(setting))
             keys = ("ce", "dce", "dce_low", "dce_high", "agree", "mean_steps", "flops")
             records[name] = {key: record[key] for key in keys} | {"steps": [g["mean"] for g in record["steps"]]}
             if name != "calibrated":
                 records[name]["rule"] = None if setting is None else self._word(Certified(setting, 0.0, True), 0)
+        mine = found.pop("calibrated")
+        return {"report": records | {"differences": {name: self._difference(mine, other) for name, other in found.items()}}}
 
-        keep("calibrated", None if chosen is None else chosen.setting)
-        keep("single", None if single is None else single.setting)
-        loss = found["calibrated"].losses.mean()
-        rival: tuple[Setting | None, Answers] = (None, full)
-        for setting in everywhere:
-            given = answers(self.model, text, dict(setting), self.loops)
-            if given.losses.mean() <= loss and given.steps.double().mean() < rival[1].steps.double().mean():
-                rival = (setting, given)
-        keep("equal", *rival)
-        fewer = (found["equal"].steps.double().mean(dim=-1) - found["calibrated"].steps.double().mean(dim=-1)).numpy()
-        low, high = interval(fewer, text.clusters.numpy())
-        return {"report": records | {"fewer_steps": float(fewer.mean()), "fewer_low": low, "fewer_high": high, "beats_single": low > 0}}
+    def _difference(self, mine: Answers, other: Answers) -> dict[str, float]:
+        """Steps (mean over groups) and CE of one setting minus another's, token by token, with 95 % intervals over documents."""
+        clusters = self.texts.report.clusters.numpy()
+        told: dict[str, float] = {}
+        for key, a, b in (
+            ("steps", mine.steps.double().mean(dim=-1), other.steps.double().mean(dim=-1)),
+            ("ce", mine.losses, other.losses),
+        ):
+            difference = (a - b).numpy()
+            low, high = interval(difference, clusters)
+            told |= {key: float(difference.mean()), f"{key}_low": low, f"{key}_high": high}
+        return told

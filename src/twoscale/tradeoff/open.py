@@ -11,6 +11,7 @@ from twoscale import exits
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import fingerprint
 from twoscale.data import TokenData, Tokenizer
+from twoscale.data.prepare import load_manifest
 from twoscale.exits.learned import heads_of
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.summary import CALIBRATION, read_calibration
@@ -29,6 +30,14 @@ class Opened:
     about: dict[str, Any]
     """Which checkpoint this is, by name and by content."""
     config: RunConfig
+
+    @property
+    def source(self) -> str:
+        """Where the held-out text came from: `builtin`, the name of a file or folder, or a dataset of the hub."""
+        named = load_manifest(self.data.folder).get("source")
+        if not isinstance(named, str) or not named:
+            return self.data.folder.name
+        return named if named.startswith("hf:") else Path(named).name
 
     def text(self, role: Role, windows: int) -> Text:
         return part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)

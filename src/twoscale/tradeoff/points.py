@@ -96,7 +96,8 @@ def grid(
 ) -> list[list[Point]]:
     """All points, in rounds: a round needs only what earlier ones have measured."""
     first = [Point("full", "full", float(loops), lambda seen: None)]
-    first += [Point(f"fixed:{k}", "fixed", float(k), _same(exits.Fixed(k))) for k in SHOWN if k < loops]
+    depths = sorted({*SHOWN, config.mean_loops})  # savings are quoted against the default depth
+    first += [Point(f"fixed:{k}", "fixed", float(k), _same(exits.Fixed(k))) for k in depths if k < loops]
     if config.n_groups > 1:
         first += [
             Point(f"fixed:{k}@{g}", "fixed-one", float(k), _same({g: exits.Fixed(k)}), f"{k} steps in group {g + 1}")

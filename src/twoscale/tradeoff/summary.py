@@ -35,8 +35,9 @@ class Sweep:
         return [known[i] for i in pareto([(p[cost], p["ce"]) for p in known])]
 
 
-def read_sweep(path: Path) -> Sweep | None:
-    """A sweep.jsonl, complete or not; None where there is none."""
+def read_sweep(path: Path, mean_loops: int | None = None) -> Sweep | None:
+    """A sweep.jsonl, complete or not; None where there is none. `mean_loops`, the model's default depth, is put into the header of a
+    file of an older version, which lacks it."""
     lines = read_jsonl(path)
     if not lines:
         return None
@@ -52,7 +53,8 @@ def read_sweep(path: Path) -> Sweep | None:
             scale = median(reference)
             ratio, low, high = ratio_interval(pairs)
             point |= {"ms": scale * ratio, "ms_low": scale * low, "ms_high": scale * high, "speed": ratio}
-    return Sweep(lines[0], list(points.values()), len({line.get("round") for line in lines if line.get("kind") == "round"}))
+    header = lines[0] if mean_loops is None else {"mean_loops": mean_loops} | lines[0]
+    return Sweep(header, list(points.values()), len({line.get("round") for line in lines if line.get("kind") == "round"}))
 
 
 def read_calibration(path: Path) -> dict[str, Any] | None:

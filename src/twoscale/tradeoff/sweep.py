@@ -48,8 +48,9 @@ class Sweeper:
         rounds: int,
         windows: int,
         spell: Callable[[int], str] = str,
+        source: str | None = None,
     ) -> None:
-        """`about` names the checkpoint; `spell` gives a token's text."""
+        """`about` names the checkpoint; `spell` gives a token's text; `source` tells where the text came from."""
         self.spell = spell
         self.model, self.text, self.loops, self.path, self.world, self.rounds = model, text, loops, path, world, rounds
         self.header = {
@@ -57,6 +58,7 @@ class Sweeper:
             "tokens": text.targets.numel(), "clusters": text.n_clusters, "by": text.by, "text": text.fingerprint,
             "groups": model.config.n_groups,
         }  # fmt: skip
+        self.remarks = {"mean_loops": model.config.mean_loops, "source": source}  # written, but a file without them is the same sweep
         self.depths: dict[tuple[int, ...], Answers] = {}
         self.table: Table | None = None
         self.records: dict[str, dict[str, Any]] = {}
@@ -80,6 +82,7 @@ class Sweeper:
         if not lines:
             lines = [
                 self.header
+                | self.remarks
                 | {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": cpu_name()}
             ]
         with atomic_write(self.path) as f:  # without the line that a kill has cut

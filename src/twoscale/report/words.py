@@ -1,0 +1,200 @@
+"""Sentences made of numbers, for the report, the commands and the explorer. Pure functions, no torch.
+
+A difference is called one only where its whole 95 % interval lies on one side of zero; otherwise the sentence says "no difference".
+Savings are quoted against the model's default depth, `mean_loops`, and name it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FEWEST = 4  # documents (or pieces, or windows); an interval over fewer is not used
+MARGIN = 0.05  # counted FLOPs are called fewer from this share on
+PARTS = {  # part of the held-out text -> words
+    "fit": "the fit part of the held-out text",
+    "certify": "the certify part of the held-out text",
+    "report": "the report part of the held-out text",
+    "all": "spread over all held-out text",
+}
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------
+
+
+def signed(x: float) -> str:
+    """Four digits with their sign; what rounds to nothing has none."""
+    return f"{x:+.4f}" if abs(x) >= 5e-5 else "0.0000"
+
+
+def rise(p: Mapping[str, Any]) -> str:
+    """The rise of CE with its interval."""
+    return f"{signed(p['dce'])} [{signed(p['dce_low'])}, {signed(p['dce_high'])}]"
+
+
+def side(low: float, high: float) -> int:
+    """-1 for an interval wholly below zero, 1 for one wholly above, 0 for one that contains it."""
+    return -1 if high < 0 else 1 if low > 0 else 0
+
+
+def change(value: float, base: float, less: str = "less", more: str = "more") -> str:
+    """`40 % less` or `40 % more` than the base; empty where the two are equal to the percent."""
+    share = value / base - 1
+    return "" if round(100 * abs(share)) == 0 else f"{100 * abs(share):.0f} % {less if share < 0 else more}"
+
+
+def default_depth(mean_loops: int) -> str:
+    return f"the default of {mean_loops} loop{'s' if mean_loops != 1 else ''}"
+
+
+def against_default(steps: float, mean_loops: int) -> str:
+    """Loop work of one text, as mean steps of a looped layer, beside the default depth's."""
+    told = change(steps, mean_loops)
+    return f"{told} loop work than {default_depth(mean_loops)}" if told else f"as much loop work as {default_depth(mean_loops)}"
+
+
+def mean_steps(steps: Sequence[float], layers: Sequence[int]) -> float:
+    """Mean steps of a looped layer, from the mean steps of each group and its number of layers."""
+    return sum(k * n for k, n in zip(steps, layers, strict=True)) / sum(layers)
+
+
+# -- texts -------------------------------------------------------------------------------------------------------
+
+
+def text_words(part: str, tokens: int, clusters: int | None = None, by: str | None = None, source: str | None = None) -> str:
+    """Which text a loss was measured on: how many tokens, of how many documents, of which part of which source.
+
+    Files of older versions name no source.
+    """
+    units = {"pieces": "pieces of documents"}.get(by or "", by)
+    joint = "in" if by == "windows" else "of"
+    counted = f"{tokens:,} tokens" + (f" {joint} {clusters:,} {units}" if clusters is not None and by is not None else "")
+    return f"{counted}, {PARTS[part]}" + (f" of {source}" if source else "")
+
+
+def sweep_text(header: Mapping[str, Any]) -> str:
+    """The text of a sweep, from the first line of sweep.jsonl."""
+    return text_words("report", header["tokens"], header.get("clusters"), header.get("by"), header.get("source"))
+
+
+def calibration_text(found: Mapping[str, Any], part: str) -> str:
+    """The text of one part of a calibration, from calibration.json."""
+    return text_words(part, found["tokens"][part], found["clusters"][part], found["by"], found.get("source"))
+
+
+def evaluation_text(found: Mapping[str, Any]) -> str:
+    """The text of evaluation.json or of `twoscale eval`."""
+    return text_words("all", found["tokens"], found.get("windows"), "windows", found.get("source"))
+
+
+def losses_note(evaluation: Mapping[str, Any] | None, sweep: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> str:
+    """Which losses of a page belong to which text; empty where there is one text only."""
+    told = []
+    if evaluation is not None:
+        told.append(f"the loss by loops is of {evaluation_text(evaluation)}")
+    if sweep is not None:
+        told.append(f"the sweep's losses are of {sweep_text(sweep)}")
+    if calibration is not None:
+        told.append(f"the calibration's bound is of {calibration_text(calibration, 'certify')}")
+        told.append(f"its report of {calibration_text(calibration, 'report')}")
+    if len(told) < 2:
+        return ""
+    return f"These losses are of different text and are not to be compared with each other: {'; '.join(told)}."
+
+
+# -- calibration -------------------------------------------------------------------------------------------------
+
+
+def calibration_sentences(found: Mapping[str, Any], mean_loops: int | None) -> list[str]:
+    """What a calibration found: its bound, its cost on unseen text, and how it compares with the default depth, with a single threshold
+    and with a fixed depth that were certified in the same way. A file of an older version gets only what follows from it."""
+    r = found["report"]
+    mine = r["calibrated"]
+    told = [_bound_words(found)]
+    told.append(
+        f"On {calibration_text(found, 'report')}, which neither fitting nor certifying has seen: {mine['mean_steps']:.2f} steps, "
+        f"CE {mine['ce']:.4f}, dCE {rise(mine)} nats against all {found['loops']} loops."
+    )
+    told.append(_default_words(found, found.get("mean_loops", mean_loops)))
+    told.append(_rival_words(found, "single"))
+    told.append(_rival_words(found, "fixed"))
+    return [words for words in told if words]
+
+
+def _bound_words(found: Mapping[str, Any]) -> str:
+    if not any(found["rules"]):
+        return "No setting could be certified, so every group runs all its loops: ask for less, or hold out more text."
+    if not math.isfinite(found["bound"]):
+        return f"No bound can be given: {calibration_text(found, 'certify')} is too little."
+    return (
+        f"Certified on {calibration_text(found, 'certify')}: the loss rises by no more than {found['bound']:.4f} nats a token over all "
+        f"{found['loops']} loops (confidence {100 * (1 - found['delta']):.4g} %)."
+    )
+
+
+def _difference(found: Mapping[str, Any], name: str) -> Mapping[str, float] | None:
+    """The result's steps minus another setting's (and its CE minus the other's), with paired intervals; None where the file has none.
+
+    Files of older versions compare with the cheapest single threshold of no higher loss (`equal`); only where that is the one that was
+    certified does their interval apply.
+    """
+    r = found["report"]
+    if "differences" in r:
+        known: Mapping[str, float] | None = r["differences"].get(name)
+        return known
+    if name == "single" and r.get("equal", {}).get("rule") == r["single"]["rule"] is not None:
+        return {"steps": -r["fewer_steps"], "steps_low": -r["fewer_high"], "steps_high": -r["fewer_low"]}
+    return None
+
+
+def _default_words(found: Mapping[str, Any], mean_loops: int | None) -> str:
+    if mean_loops is None:
+        return ""
+    steps, difference = found["report"]["calibrated"]["mean_steps"], _difference(found, "default")
+    if difference is None:
+        return f"{default_depth(mean_loops).capitalize()} takes {mean_loops} steps."
+    told = change(steps, mean_loops, "fewer", "more")
+    if not told or _side(found, difference, "steps") == 0:
+        return f"No difference in steps from {default_depth(mean_loops)}."
+    return f"That is {told} steps than {default_depth(mean_loops)}."
+
+
+def _side(found: Mapping[str, Any], difference: Mapping[str, float], key: str) -> int:
+    if found["clusters"]["report"] < FEWEST:
+        return 0
+    return side(difference[f"{key}_low"], difference[f"{key}_high"])
+
+
+def _rival_words(found: Mapping[str, Any], name: str) -> str:
+    """The result beside a setting that was found for the same goal in the same way."""
+    kind = {"single": "single threshold for all groups", "fixed": "fixed depth for all tokens"}[name]
+    other, mine = found["report"].get(name), found["report"]["calibrated"]
+    limit = found["goal"].get("max_dce")
+    way = f"certified to the same limit of {limit:g} nats" if limit is not None else "chosen for the same goal"
+    if other is None:
+        return f"No {kind} was {way}: this file is of an older version, calibrate again to compare."
+    if other["rule"] is None:
+        return f"No {kind} could be {way}." if any(found["rules"]) else ""
+    lead = f"A {kind} {way} ({other['rule']}) takes {other['mean_steps']:.2f} steps, dCE {signed(other['dce'])}:"
+    difference, key = _difference(found, name), "steps" if limit is not None else "ce"
+    if difference is None or key not in difference:
+        return f"{lead} no paired interval was recorded, so which of the two is better is open."
+    words, where = _verdict(found, difference, key), _side(found, difference, key)
+    if where < 0 and key == "steps" and mine["flops"] > (1 + MARGIN) * other["flops"]:
+        words += f", but {change(mine['flops'], other['flops'])} FLOPs with the rule's own work"
+    elif name == "fixed" and where >= 0 and found["clusters"]["report"] >= FEWEST:
+        words += f"; the fixed depth is the {'better' if where else 'simpler'} choice"
+    return f"{lead} {words}."
+
+
+def _verdict(found: Mapping[str, Any], d: Mapping[str, float], key: str) -> str:
+    """Fewer steps (or a lower loss), more, or no difference, by the paired interval."""
+    noun, unit, digits = ("steps", "steps", ".2f") if key == "steps" else ("loss", "nats", ".4f")
+    between = f"{d[key]:+{digits}} [{d[f'{key}_low']:+{digits}}, {d[f'{key}_high']:+{digits}}] {unit}"
+    who, where = "the calibrated thresholds" if any(found["rules"]) else "all loops", _side(found, d, key)
+    if found["clusters"]["report"] < FEWEST:
+        return f"too little text to tell a difference ({between})"
+    if where == 0:
+        return f"no difference in {noun} ({between})"
+    if key == "steps":
+        return f"{who} take {'fewer' if where < 0 else 'more'} ({between})"
+    return f"{who} have a {'lower' if where < 0 else 'higher'} loss ({between})"
