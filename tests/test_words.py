@@ -116,6 +116,8 @@ def test_savings_name_the_default() -> None:
     assert "87 % less than the default of 30 loops: " in recommend(a_sweep(fixed, mean_loops=30))[0]
     slow = Sweep(HEADER, [FULL, a_point("fixed:12", (3.0, 3.1, 3.2), 12.0, 0.3), a_point("kl:1", (14.0, 15.0, 16.0), 20.0)], 3)
     assert "(384 % more than the default of 12 loops: " in recommend(slow)[0], "a quick default that loses quality"
+    assert "The default of 12 loops may cost more than 0.01 nats: dCE +0.3000 [+0.2990, +0.3010]." in recommend(slow)[1]
+    assert "may cost more" not in recommend(a_sweep(fixed))[1]
 
 
 def test_names_of_points() -> None:
@@ -176,7 +178,10 @@ def test_losses_of_different_text() -> None:
     """Where a page shows losses of several texts it says which are of which; with one there is nothing to say."""
     evaluation = {"tokens": 8192, "windows": 64}
     note = losses_note(evaluation, HEADER | {"source": "builtin"}, a_calibration())
-    assert note.startswith("These losses are of different text") and "8,192 tokens in 64 windows, spread over all" in note
+    assert (
+        note.startswith("These losses are of different parts of the held-out text")
+        and "8,192 tokens in 64 windows, spread over all" in note
+    )
     assert "6,144 tokens of 23 pieces of documents, the report part of the held-out text of builtin" in note and "900 tokens of 11" in note
     assert losses_note(evaluation, None, None) == "" == losses_note(None, None, None)
 
@@ -234,20 +239,26 @@ def test_calibration_compares_what_was_certified_alike() -> None:
     """The result stands beside a single threshold and a fixed depth certified to the same limit: fewer, more, or no difference, by the
     paired interval; of two equals the fixed depth is the simpler choice."""
     lead = "A single threshold for all groups certified to the same limit of 0.005 nats (acceleration:3.0) takes 5.47 steps, dCE +0.0010: "
-    assert f"{lead}no difference in steps (-0.06 [-0.16, +0.04] steps)." in told()
-    assert f"{lead}the calibrated thresholds take fewer (-0.06 [-0.07, -0.05] steps)." in told(d_single=apart(-0.06, 0.01))
-    assert f"{lead}the calibrated thresholds take more (+0.06 [+0.05, +0.07] steps)." in told(d_single=apart(0.06, 0.01))
+    assert f"{lead}no difference in steps (-0.060 [-0.160, +0.040] steps)." in told()
+    assert f"{lead}the calibrated thresholds take fewer (-0.060 [-0.070, -0.050] steps)." in told(d_single=apart(-0.06, 0.01))
+    assert f"{lead}the calibrated thresholds take more (+0.060 [+0.050, +0.070] steps)." in told(d_single=apart(0.06, 0.01))
     assert "30.00 steps" not in told() and "all loops" not in told()
     lead = "A fixed depth for all tokens certified to the same limit of 0.005 nats (fixed:5) takes 5.00 steps, dCE +0.0010: "
-    assert f"{lead}the calibrated thresholds take more (+0.41 [+0.31, +0.51] steps); the fixed depth is the better choice." in told()
-    assert f"{lead}no difference in steps (+0.01 [-0.09, +0.11] steps); the fixed depth is the simpler choice." in told(
+    assert f"{lead}the calibrated thresholds take more (+0.410 [+0.310, +0.510] steps); the fixed depth is the better choice." in told()
+    assert f"{lead}no difference in steps (+0.010 [-0.090, +0.110] steps); the fixed depth is the simpler choice." in told(
         d_fixed=apart(0.01, 0.1)
     )
-    assert f"{lead}the calibrated thresholds take fewer (-0.50 [-0.60, -0.40] steps)." in told(d_fixed=apart(-0.5, 0.1))
+    assert f"{lead}the calibrated thresholds take fewer (-0.500 [-0.600, -0.400] steps)." in told(d_fixed=apart(-0.5, 0.1))
+    assert "no difference in steps (+0.000 [+0.000, +0.001] steps)" in told(
+        d_single={"steps": 0.0004, "steps_low": 1e-5, "steps_high": 0.001}
+    )
+    assert "no difference in steps (+0.000 [+0.000, +0.000] steps)" in told(d_single=apart(-0.0, 0.0)), "zero has no minus"
     dear = told(d_fixed=apart(-0.5, 0.1), calibrated=a_setting(4.5, flops=9e6))
-    assert "take fewer (-0.50 [-0.60, -0.40] steps), but 80 % more FLOPs with the rule's own work." in dear
+    assert "take fewer (-0.500 [-0.600, -0.400] steps), but 80 % more FLOPs with the rule's own work." in dear
     few = told(clusters={"fit": 1, "certify": 5, "report": 3}, d_single=apart(-0.06, 0.01))
-    assert "too little text to tell a difference (-0.06 [-0.07, -0.05] steps)." in few and "No difference in steps from the default" in few
+    assert (
+        "too little text to tell a difference (-0.060 [-0.070, -0.050] steps)." in few and "No difference in steps from the default" in few
+    )
 
 
 def test_calibration_beside_the_default() -> None:
@@ -266,7 +277,7 @@ def test_calibration_says_what_it_could_not_certify() -> None:
     assert none.startswith("No setting could be certified, so every group runs all its loops") and "Certified on" not in none
     assert (
         "No single threshold" not in none
-        and "all loops take more (+0.41" in none
+        and "all loops take more (+0.410" in none
         and "150 % more steps than the default of 12 loops" in none
     )
     assert told(bound=float("inf")).startswith("No bound can be given: 900 tokens of 11 documents, the certify part")
@@ -307,7 +318,7 @@ def test_older_calibrations() -> None:
     assert "24.59" not in words and "30.00" not in words and "The default of 12 loops takes 12 steps." in words
     assert "No fixed depth for all tokens was certified to the same limit of 0.005 nats: this file is of an older version" in words
     words = " ".join(calibration_sentences(an_old_calibration("acceleration:3.0", 0.5), None))
-    assert "the calibrated thresholds take fewer (-0.50 [-0.60, -0.40] steps)." in words and "default" not in words
+    assert "the calibrated thresholds take fewer (-0.500 [-0.600, -0.400] steps)." in words and "default" not in words
     old = an_old_calibration("acceleration:3.0", 0.5) | {"goal": {"ms": 2.0}}
     assert "no paired interval was recorded" in " ".join(calibration_sentences(old, None)), "older files have none of losses"
 
@@ -318,7 +329,9 @@ def test_the_bundled_calibration() -> None:
     assert found is not None
     words = " ".join(calibration_sentences(found, 12))
     assert "On 6,144 tokens of 23 pieces of documents, the report part of the held-out text, which neither" in words
-    assert "(acceleration:3.253) takes 5.52 steps, dCE +0.0002: the calibrated thresholds take fewer (-1.50 [-1.51, -1.49] steps)." in words
+    assert (
+        "(acceleration:3.253) takes 5.52 steps, dCE +0.0002: the calibrated thresholds take fewer (-1.500 [-1.512, -1.489] steps)." in words
+    )
     assert describe(found).startswith(
         "bundled, acceleration, at most 30 loops, asked: max-dce 0.005\n  group 1: acceleration:20.55, 3.00 steps on"
     )

@@ -145,6 +145,7 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     result: dict[str, Any] = {
         **asked,
         "source": opened.source,
+        "clusters": text.n_clusters,
         "tokens": text.targets.numel(),
         "bytes": int(opened.tokenizer.byte_lengths()[text.targets].sum()),
         "optimizer": config.train.optimizer,

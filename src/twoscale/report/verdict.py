@@ -190,6 +190,8 @@ def recommend(sweep: Sweep, calibration: dict[str, Any] | None = None) -> tuple[
         few = sweep.rounds < ROUNDS
         why = f"Times need {ROUNDS} rounds and this sweep has {sweep.rounds}" if few else "Not every point was timed"
         words.append(f"{why}, so counted FLOPs decide; they count as fewer from {100 * MARGIN:.0f} % on.")
+    if base["dce_high"] > FLAT:
+        words.append(f"{against[:1].upper()}{against[1:]} may cost more than {FLAT} nats: dCE {rise(base)}.")
     words += [_oracle(sweep), f"Measured on {sweep_text(sweep.header)}."]
     words.append(
         "The choice was made on the text that it is reported on, among many settings, so expect a little less; `twoscale calibrate` "

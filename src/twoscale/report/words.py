@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FEWEST = 4  # documents (or pieces, or windows); an interval over fewer is not used
+DIGITS = {"steps": 3, "ce": 4}  # of a printed difference
 MARGIN = 0.05  # counted FLOPs are called fewer from this share on
 PARTS = {  # part of the held-out text -> words
     "fit": "the fit part of the held-out text",
@@ -83,7 +84,7 @@ def calibration_text(found: Mapping[str, Any], part: str) -> str:
 
 def evaluation_text(found: Mapping[str, Any]) -> str:
     """The text of evaluation.json or of `twoscale eval`."""
-    return text_words("all", found["tokens"], found.get("windows"), "windows", found.get("source"))
+    return text_words("all", found["tokens"], found.get("clusters", found.get("windows")), "windows", found.get("source"))
 
 
 def losses_note(evaluation: Mapping[str, Any] | None, sweep: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> str:
@@ -98,7 +99,7 @@ def losses_note(evaluation: Mapping[str, Any] | None, sweep: Mapping[str, Any] |
         told.append(f"its report of {calibration_text(calibration, 'report')}")
     if len(told) < 2:
         return ""
-    return f"These losses are of different text and are not to be compared with each other: {'; '.join(told)}."
+    return f"These losses are of different parts of the held-out text and are not to be compared with each other: {'; '.join(told)}."
 
 
 # -- calibration -------------------------------------------------------------------------------------------------
@@ -159,9 +160,10 @@ def _default_words(found: Mapping[str, Any], mean_loops: int | None) -> str:
 
 
 def _side(found: Mapping[str, Any], difference: Mapping[str, float], key: str) -> int:
+    """`side` of a difference as it is printed, so that a sentence never contradicts its numbers; 0 where there is too little text."""
     if found["clusters"]["report"] < FEWEST:
         return 0
-    return side(difference[f"{key}_low"], difference[f"{key}_high"])
+    return side(*(round(difference[f"{key}_{end}"], DIGITS[key]) for end in ("low", "high")))
 
 
 def _rival_words(found: Mapping[str, Any], name: str) -> str:
@@ -188,8 +190,9 @@ def _rival_words(found: Mapping[str, Any], name: str) -> str:
 
 def _verdict(found: Mapping[str, Any], d: Mapping[str, float], key: str) -> str:
     """Fewer steps (or a lower loss), more, or no difference, by the paired interval."""
-    noun, unit, digits = ("steps", "steps", ".2f") if key == "steps" else ("loss", "nats", ".4f")
-    between = f"{d[key]:+{digits}} [{d[f'{key}_low']:+{digits}}, {d[f'{key}_high']:+{digits}}] {unit}"
+    noun, unit = ("steps", "steps") if key == "steps" else ("loss", "nats")
+    value, low, high = (f"{round(d[name], DIGITS[key]) + 0.0:+.{DIGITS[key]}f}" for name in (key, f"{key}_low", f"{key}_high"))
+    between = f"{value} [{low}, {high}] {unit}"
     who, where = "the calibrated thresholds" if any(found["rules"]) else "all loops", _side(found, d, key)
     if found["clusters"]["report"] < FEWEST:
         return f"too little text to tell a difference ({between})"
