@@ -17,6 +17,7 @@ from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
 from twoscale.report.page import write_report
 from twoscale.report.verdict import judge_exits, recommend, signed
+from twoscale.report.words import sweep_text
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train import start_run
 
@@ -321,6 +322,9 @@ def test_page(swept: Path) -> None:
     sweep = read_sweep(swept / "sweep.jsonl")
     assert sweep is not None and f"All {len(sweep.points)} points" in page and "id='recommendation'" in page
     assert page.index("claims on this run") > page.index("id='hard_tokens'"), "the claims end the report"
+    measured_on = f"Measured on {sweep_text(sweep.header)}."
+    assert page.count(measured_on) == 5 and "corpus.txt" in measured_on, "the four figures of the sweep and the recommendation name their text"
+    assert "These losses are of different parts of the held-out text" in page and "the default of 3 loops" in page
 
 
 def test_eval(swept: Path, cli: CommandLine) -> None:
