@@ -323,7 +323,9 @@ def test_page(swept: Path) -> None:
     assert sweep is not None and f"All {len(sweep.points)} points" in page and "id='recommendation'" in page
     assert page.index("claims on this run") > page.index("id='hard_tokens'"), "the claims end the report"
     measured_on = f"Measured on {sweep_text(sweep.header)}."
-    assert page.count(measured_on) == 5 and "corpus.txt" in measured_on, "the four figures of the sweep and the recommendation name their text"
+    assert page.count(measured_on) == 5 and "corpus.txt" in measured_on, (
+        "the four figures of the sweep and the recommendation name their text"
+    )
     assert "These losses are of different parts of the held-out text" in page and "the default of 3 loops" in page
 
 

@@ -19,7 +19,7 @@ from twoscale.data import TokenData, Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import token_flops
 from twoscale.tradeoff.answers import answers, counted_flops
-from twoscale.tradeoff.calibrate import Calibration, Goal, Texts, best_path, fixed_sequence
+from twoscale.tradeoff.calibrate import DEPTHS, Calibration, Goal, Texts, best_path, fixed_sequence
 from twoscale.tradeoff.controller import train_controller
 from twoscale.tradeoff.noted import leaving, note
 from twoscale.tradeoff.points import Table, grid, mixed_depths
@@ -288,6 +288,27 @@ def test_goals() -> None:
         Calibration(model, exits.Fixed(3), texts, 20, 0.05)
     with pytest.raises(UserError, match="delta"):
         Calibration(model, exits.StepNorm(0.1), texts, 20, 0.7)
+
+
+def test_rivals_are_certified_alike() -> None:
+    """The fixed depth beside the result is the last of its path whose bound keeps the limit, and the difference in steps is paired: where
+    tokens need different depths its whole interval lies below zero."""
+    model, text = two_speeds()
+    texts = Texts(*(Text(text.ids[i::9], text.targets[i::9], text.clusters[i::9], "windows") for i in range(3)))
+    limit, report = 0.12, Calibration(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))["report"]
+    full = answers(model, texts.certify, None, 20).losses
+    depths = [k for k in DEPTHS if k < 20]
+    bounds = [
+        upper_bound((answers(model, texts.certify, None, k).losses - full).numpy(), texts.certify.clusters.numpy(), 0.05) for k in depths
+    ]
+    last = next(i for i, bound in enumerate(bounds) if bound > limit) - 1
+    assert report["fixed"]["rule"] == f"fixed:{depths[last]}" and report["fixed"]["mean_steps"] == depths[last]
+    assert report["default"]["rule"] == "fixed:20" and report["default"]["dce"] == 0
+    d = report["differences"]["fixed"]
+    assert (
+        d["steps"] == pytest.approx(report["calibrated"]["mean_steps"] - depths[last])
+        and d["steps_low"] <= d["steps"] <= d["steps_high"] < 0
+    )
 
 
 def test_notes_foretell() -> None:
