@@ -50,11 +50,13 @@ def test_ties_go_to_the_fixed_depth() -> None:
     fixed = a_point("fixed:4", (3.8, 4.0, 4.2), 4.0, 0.002)
     tie = a_point("step-norm:1.0", (3.7, 3.9, 4.1), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, tie))
-    assert head.startswith("Use fixed:4: 4.0 [3.8, 4.2] ms a token, 4.0 steps (67 % less than the default of 12 loops: 12.0 [11.9, 12.1]")
-    assert "The best rule of the same quality is step-norm:1.0: 3.9 [3.7, 4.1] ms" in words and "cannot be told apart" in words
+    assert head.startswith(
+        "Use fixed:4: 4.00 [3.80, 4.20] ms a token, 4.0 steps (67 % less than the default of 12 loops: 12.0 [11.9, 12.1]"
+    )
+    assert "The best rule of the same quality is step-norm:1.0: 3.90 [3.70, 4.10] ms" in words and "cannot be told apart" in words
     quicker = a_point("step-norm:1.0", (3.5, 3.6, 3.79), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, quicker))
-    assert head.startswith("Use step-norm:1.0: 3.6 [3.5, 3.8] ms a token") and "step-norm:1.0 costs less, by its whole interval" in words
+    assert head.startswith("Use step-norm:1.0: 3.60 [3.50, 3.79] ms a token") and "step-norm:1.0 costs less, by its whole interval" in words
     assert "The best fixed depth of the same quality is fixed:4" in words and "told apart" not in words
     slower = a_point("step-norm:1.0", (4.3, 4.5, 4.7), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, slower))
@@ -66,6 +68,16 @@ def test_a_rule_that_wins_is_found_behind_one_that_does_not() -> None:
     fixed = a_point("fixed:4", (3.8, 4.0, 4.2), 4.0)
     head, _ = recommend(a_sweep(fixed, a_point("kl:0.1", (2.0, 3.0, 4.0), 3.0), a_point("kl:0.01", (3.1, 3.2, 3.3), 3.2)))
     assert head.startswith("Use kl:0.01")
+
+
+def test_ties_with_the_default() -> None:
+    """Where neither a fixed depth nor a rule costs less than the default depth, by whole intervals, the default is recommended."""
+    near, rule = a_point("fixed:10", (10.5, 11.5, 12.0), 10.0), a_point("kl:1", (11.0, 11.6, 12.0), 11.0)
+    head, words = recommend(a_sweep(near, rule))
+    assert head.startswith("Use fixed:12: 12.0 [11.9, 12.1] ms a token, 12.0 steps (the default of 12 loops)") and "told apart" in words
+    assert recommend(a_sweep(near | {"ms_high": 11.8}, rule))[0].startswith("Use fixed:10")
+    head, words = recommend(a_sweep(near, rule | {"ms_high": 11.8}))
+    assert head.startswith("Use fixed:10") and "(no difference from the default" in head and "the two cannot be told apart" in words
 
 
 def test_rules_that_lose_quality_are_not_recommended() -> None:
@@ -123,7 +135,7 @@ def test_savings_name_the_default() -> None:
 def test_names_of_points() -> None:
     """The full run and a depth of one group are spelt out."""
     one = a_point("fixed:2@1", (2.0, 2.1, 2.2), 5.0, family="fixed-one", label="2 steps in group 2")
-    assert recommend(a_sweep(one))[0].startswith("Use 2 steps in group 2 and all 30 in the others: 2.1")
+    assert recommend(a_sweep(one))[0].startswith("Use 2 steps in group 2 and all 30 in the others: 2.10 [2.00, 2.20]")
     assert recommend(Sweep(HEADER, [FULL], 3))[0].startswith("Use all 30 loops: 30.0")
     assert recommend(Sweep(HEADER, [DEFAULT], 3)) == ("The sweep is not finished.", "The full run has not been measured yet.")
 

@@ -138,9 +138,10 @@ def name_of(point: Point, loops: int) -> str:
 
 
 def cost_words(point: Point, cost: str) -> str:
-    """`3.1 [3.0, 3.2] ms a token` or `12.3 MFLOP a token`."""
+    """`3.10 [3.04, 3.17] ms a token` or `12.31 MFLOP a token`."""
     if cost == "ms":
-        return f"{point['ms']:.1f} [{point['ms_low']:.1f}, {point['ms_high']:.1f}] ms a token"
+        digits = 2 if point["ms"] < 10 else 1
+        return f"{point['ms']:.{digits}f} [{point['ms_low']:.{digits}f}, {point['ms_high']:.{digits}f}] ms a token"
     return f"{point['flops'] / 1e6:.2f} MFLOP a token"
 
 
@@ -173,13 +174,16 @@ def saving(point: Point, base: Point, against: str, cost: str) -> str:
 def recommend(sweep: Sweep, calibration: dict[str, Any] | None = None) -> tuple[str, str]:
     """A headline and a paragraph: what to use for this model, what it saves and what it costs.
 
-    A rule is recommended only where it costs less than the best fixed depth of the same quality, by `below`; a tie goes to the fixed depth.
+    A rule is recommended only where it costs less than the best fixed depth of the same quality, by `below`; a tie goes to the fixed depth,
+    and of fixed depths to the default.
     """
     fixed = best(sweep, FIXED)
     if sweep.point("full") is None or fixed is None:
         return "The sweep is not finished.", "The full run has not been measured yet."
     cost, loops = cost_of(sweep), sweep.header["loops"]
     (base, against), rule = baseline(sweep), _best_rule(sweep, fixed, cost)
+    if base["dce_high"] <= FLAT and not any(below(p, base, cost) for p in (rule, fixed) if p is not None):
+        fixed = base
     pick = rule if rule is not None and below(rule, fixed, cost) else fixed
 
     def told(p: Point) -> str:
