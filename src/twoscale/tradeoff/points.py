@@ -100,7 +100,7 @@ def grid(
     first += [Point(f"fixed:{k}", "fixed", float(k), _same(exits.Fixed(k))) for k in depths if k < loops]
     if config.n_groups > 1:
         first += [
-            Point(f"fixed:{k}@{g}", "fixed-one", float(k), _same({g: exits.Fixed(k)}), f"{k} steps in group {g + 1}")
+            Point(f"fixed:{k}@{g}", "fixed-one", float(k), _same({g: exits.Fixed(k)}), f"{k} step{'s' if k > 1 else ''} in group {g + 1}")
             for g in range(config.n_groups)
             for k in DEPTHS
             if k < loops
