@@ -11,14 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import twoscale
-from conftest import SHARED
+from conftest import ROOT
 from twoscale import exits
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.noted import leaving, note
 from twoscale.tradeoff.text import Text
 
-GOLDEN = SHARED / "golden"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files of the published models are not here")
+GOLDEN = ROOT / "tests" / "golden"
 
 
 class States:
