@@ -63,6 +63,8 @@ class Engine:
         kernels: Kernels = "auto",
     ) -> None:
         self.config = model.config
+        if isinstance(exit, str) and exit == "auto":
+            exit, loops = _calibrated(model, loops)
         self.loops = self.config.loops_for(loops)
         self.rules = plan(exit, self.config.n_groups)
         if any(isinstance(rule, Gate) for rule in self.rules) and not self.config.exit_gate:
@@ -180,6 +182,14 @@ class Engine:
             every = torch.arange(c.block_size, device=e.device)
             self._tables[group] = self.noise(group, every, c.n_embd).to(self._like)
         return self._tables[group][positions]
+
+
+def _calibrated(model: LoopedGPT, loops: int | Sequence[int] | None) -> tuple[Exit, int | Sequence[int]]:
+    """What exit="auto" stands for: the rules of the model's calibration, and its loops where the caller gives none."""
+    if model.calibration is None:
+        raise UserError('this model was not calibrated, so exit="auto" has no rule: run `twoscale calibrate RUN`, then twoscale.load(RUN)')
+    rules, most = model.calibration()
+    return rules, most if loops is None else loops
 
 
 _TABLES: WeakKeyDictionary[LoopedGPT, tuple[object, dict[int, Tensor]]] = WeakKeyDictionary()

@@ -18,6 +18,7 @@ from twoscale.interop.export import PREFIX, read_exported
 from twoscale.interop.families import FAMILIES
 from twoscale.interop.weights import Outline, Weights
 from twoscale.model import LoopedGPT
+from twoscale.tradeoff.open import StoredCalibration
 from twoscale.train import checkpoint as ckpt
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
@@ -29,11 +30,18 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
 
     `bundled` is the small model in the package.
     A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
-    without tokenizer.json gives None for its tokenizer.
+    without tokenizer.json gives None for its tokenizer. A calibration in the folder is what exit="auto" stands for.
     """
     folder = find(path)
     if (folder / "checkpoints").is_dir():
-        return ckpt.load_model(ckpt.find_checkpoint(folder, None))
+        folder = ckpt.find_checkpoint(folder, None)
+    model, tokenizer = _load(folder)
+    model.calibration = StoredCalibration(folder)
+    return model, tokenizer
+
+
+def _load(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
+    """Model and tokenizer of one folder with weights."""
     given, config = _settings(folder)
     if config is None:
         return ckpt.load_model(folder)

@@ -7,7 +7,8 @@ Shapes: B batch, T position, C width, V vocabulary, G group, K loop step.
     loss = model(ids, targets, loops=(3, 9, 4), noise=StateNoise(seed, step, rows))
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,8 @@ class LoopedGPT(nn.Module):
             PlainStage(c, len(layers)) if group is None else LoopGroup(c, group, self.ln_f) for layers, group in c.stages
         )
         self.lm_head = None if c.tie_head else nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        self.calibration: Callable[[], tuple[Any, int]] | None = None
+        """Exit rules and most loops for exit="auto"; set by `twoscale.load`, valid for the weights that were loaded."""
         if seed is not None:
             init_weights(self, seed)
 

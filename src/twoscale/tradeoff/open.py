@@ -87,11 +87,23 @@ def chosen_exit(folder: Path, exit: str | None, loops: Any) -> tuple[Any, Any]:
 def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:
     """Rules and most loops that a run, or one checkpoint of it, was calibrated for."""
     run = path if (path / "checkpoints").is_dir() or path.parent.name != "checkpoints" else path.parent.parent
+    calibrated_exit(run)  # an error where there is none
     folder = path if (path / ckpt.MODEL).exists() else ckpt.find_checkpoint(path, None)
-    about = name_checkpoint(folder)
-    rules = calibrated_exit(run, about)
+    rules = calibrated_exit(run, name_checkpoint(folder))
     found = read_calibration(run / CALIBRATION)
     assert rules is not None and found is not None
     if isinstance(found["loops"], bool) or not isinstance(found["loops"], int):
         raise UserError(f"{run / CALIBRATION}: loops = {found['loops']!r} is no whole number: calibrate again")
     return rules, found["loops"]
+
+
+@dataclass
+class StoredCalibration:
+    """`calibration_for` one folder, read at the first call and kept: the weights are fingerprinted only where they are asked for."""
+
+    folder: Path
+    found: tuple[dict[int, exits.Rule], int] | None = None
+
+    def __call__(self) -> tuple[dict[int, exits.Rule], int]:
+        self.found = self.found or calibration_for(self.folder)
+        return self.found
