@@ -87,3 +87,15 @@ def test_hints_name_extras_that_exist() -> None:
         assert "pip install" not in text or path.name == "errors.py", path
         named |= set(re.findall(r'missing_package\(f?"[^"]*", "(\w+)"', text))
     assert named == set(extras) - {"test", "hf"}, named ^ set(extras)
+
+
+def test_generate_imports_little(tmp_path: Path) -> None:
+    """`twoscale generate` loads a model and writes without the packages that only training, compiling, figures or serving need."""
+    heavy = ("torch.distributed.tensor", "torch._dynamo", "sympy", "matplotlib", "plotly", "pandas", "twoscale.train.trainer")
+    script = (
+        "import sys; from twoscale.cli.main import main\n"
+        "code = main(['generate', 'bundled', 'The old man', '--max-new-tokens', '2', '--exit', 'auto'])\n"
+        f"print(code, [name for name in {heavy} if name in sys.modules], file=sys.stderr)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert result.stdout.startswith("The old man") and result.stderr.splitlines()[-1] == "0 []", result.stderr

@@ -29,10 +29,8 @@ def run(args: list[str]) -> int:
     given = parse(ReportArgs, args, "twoscale report")
     if not given.runs:
         raise UserError("name at least one run")
-    runs = [as_run(run) for run in given.runs]
-    say(f"reading {', '.join(str(run) for run in runs)}")
 
     from twoscale.report.page import write_report
 
-    print(write_report(*runs, out=given.out, progress=say))
+    print(write_report(*(as_run(run) for run in given.runs), out=given.out, progress=say))
     return 0

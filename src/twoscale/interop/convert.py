@@ -24,7 +24,7 @@ from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
 from twoscale.geometry.probe import GEOMETRY, write_record
 from twoscale.interop.load import find, load, progress_of, recipe_of
-from twoscale.model import LoopedGPT
+from twoscale.model import LoopedGPT, allocate
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.run import note_data
 
@@ -136,7 +136,7 @@ def looped(model: LoopedGPT, groups: Sequence[Sequence[int]], loops: int, inject
     )
     with torch.device("meta"):
         new = LoopedGPT(config, seed=None)
-    new = new.to_empty(device="cpu").to(model.wte.weight.dtype)
+    new = allocate(new).to(model.wte.weight.dtype)
     for ours, theirs in zip(new.blocks(), model.blocks(), strict=True):
         ours.load_state_dict(theirs.state_dict())
     for name in ("wte", "wpe", "ln_f", "lm_head"):

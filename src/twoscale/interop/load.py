@@ -16,7 +16,7 @@ from twoscale.config.serial import from_dict, read_json
 from twoscale.data import Tokenizer
 from twoscale.interop.families import FAMILIES
 from twoscale.interop.weights import Outline, Weights
-from twoscale.model import LoopedGPT
+from twoscale.model import LoopedGPT, allocate
 from twoscale.tradeoff.open import StoredCalibration
 from twoscale.train import checkpoint as ckpt
 
@@ -135,8 +135,7 @@ def _filled(config: ModelConfig, weights: Weights, mapped_of: Mapper, spare: tup
     with torch.device("meta"):
         model = LoopedGPT(config, seed=None)
     ckpt.check_shapes(model, {name: tuple(t.shape) for name, t in mapped.items()}, folder)
-    model = model.to_empty(device="cpu")
-    ckpt.load_weights(model, mapped_of(weights, config), folder)
+    ckpt.load_weights(allocate(model), mapped_of(weights, config), folder)
     return model.eval()
 
 

@@ -16,7 +16,6 @@ from twoscale.model import LoopedGPT
 from twoscale.tradeoff.summary import CALIBRATION, read_calibration
 from twoscale.tradeoff.text import Role, Text, part
 from twoscale.train import checkpoint as ckpt
-from twoscale.train.run import find_data
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,8 @@ def open_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = N
 
 def open_model(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> Opened:
     """The model of a run and the shards it was trained on, or others made with the same tokenizer."""
+    from twoscale.train.run import find_data  # with it comes torch.distributed, which loading a calibration does not need
+
     folder = ckpt.find_checkpoint(run, checkpoint)
     model, tokenizer = ckpt.load_model(folder)
     data = TokenData(find_data(run, data_dir), "val")
