@@ -15,7 +15,6 @@ PROGRAMS = ("twoscale", "torchrun", "pip", "make", "curl", "git", "python", "pyt
 NOT_RUN = {
     r"make reproduce|make test": "minutes of work; `make reproduce` is `twoscale reproduce`, which runs below and in test_reproduce.py",
     r"pip install .*": "needs the network and changes the environment; test_install_commands looks at what it names",
-    r"git clone .*|cd \w+|python3? -m venv .*|source \S+": "a clone and an environment of one's own",
 }
 
 SMALL_TRAINING = {

@@ -20,17 +20,20 @@ from documents import CHEAPER, DOCUMENTS, NOT_RUN, SERVERS, arguments, blocks, c
 from test_load import HUGINN, huginn_tensors
 from twoscale.cli.main import main
 from twoscale.data.tokenizer import train_bpe
+from twoscale.geometry.probe import probe_geometry
 from twoscale.train import start_run
 
-COMMANDS = [(path, command) for path in DOCUMENTS for command in commands(path)]
-UNIQUE = list({command: path for path, command in reversed(COMMANDS)}.items())[::-1]
+UNIQUE: dict[str, Path] = {}  # every command, and the first document that has it
+for document in DOCUMENTS:
+    for line in commands(document):
+        UNIQUE.setdefault(line, document)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """A folder with what the documents take for granted: a run, a corpus, models of two other families, a task for the harness."""
     root = tmp_path_factory.mktemp("docs")
-    start_run(nano_run(steps=4, geometry_interval=0), root / "runs" / "tiny", shards)
+    start_run(nano_run(steps=4, geometry_loops=4), root / "runs" / "tiny", shards, probes=[probe_geometry])
     (root / "corpus").mkdir()
     write_corpus(root / "corpus" / "text.txt", 60)
     _foreign_models(root / "models")
@@ -124,7 +127,7 @@ def ask(curl: str) -> None:
     assert json.loads(done.stdout)["choices"][0]["text"], done
 
 
-@pytest.mark.parametrize(("command", "path"), UNIQUE, ids=[command for command, _ in UNIQUE])
+@pytest.mark.parametrize(("command", "path"), UNIQUE.items(), ids=list(UNIQUE))
 def test_commands(command: str, path: Path, place: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command in README and docs runs and ends with 0, small settings in place of dear ones."""
     if (why := reason_not_to_run(command)) is not None:
@@ -137,10 +140,10 @@ def test_commands(command: str, path: Path, place: Path, ran: Ran, monkeypatch: 
 
 def test_tables_are_used() -> None:
     """Every exception that the tests make is for a command that is there."""
-    words = [re.sub(r"^(torchrun (--\S+ )+-m )?twoscale ", "", command) for command, _ in UNIQUE]
+    words = [re.sub(r"^(torchrun (--\S+ )+-m )?twoscale ", "", command) for command in UNIQUE]
     assert all(any(word.startswith(start) for word in words) for start, _, _ in CHEAPER)
     patterns = [part for pattern in NOT_RUN for part in pattern.split("|")]
-    assert all(any(re.fullmatch(pattern, command) for command, _ in UNIQUE) for pattern in patterns), patterns
+    assert all(any(re.fullmatch(pattern, command) for command in UNIQUE) for pattern in patterns), patterns
 
 
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p, "python")], ids=lambda p: p.name)
@@ -154,7 +157,7 @@ def test_python(path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_install_commands() -> None:
     """The extras that README and docs install exist, and the constraints file is the repository's."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for command, _ in UNIQUE:
+    for command in UNIQUE:
         if command.startswith("pip install"):
             assert "-c constraints.txt -e" in command, command
             named = re.search(r"\.\[([\w,]+)\]", command)

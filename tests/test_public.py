@@ -95,6 +95,16 @@ def test_not_calibrated(calibrated: Path, trained: Path) -> None:
         twoscale.forward(fresh, [[1]], exit={0: "auto"})
 
 
+def test_help_and_version(cli: CommandLine) -> None:
+    """Help lists every command and how to get a first text; the version is told in three ways."""
+    from twoscale.cli.main import COMMANDS
+
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        code, out, _ = cli(*words)
+        assert code == 0 and all(f"  {name} " in out for name in COMMANDS) and "twoscale generate bundled" in out
+    assert {cli(word) for word in ("--version", "-V", "version")} == {(0, f"twoscale {twoscale.__version__}\n", "")}
+
+
 @pytest.mark.parametrize("loops", ["12", b"12", "4,4"])
 def test_loops_as_text(loops: object) -> None:
     """Loops given as text are refused by what they are, not counted by their characters."""

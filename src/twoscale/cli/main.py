@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
-    if args[0] in ("-V", "--version"):
+    if args[0] in ("-V", "--version", "version"):
         print(f"twoscale {__version__}")
         return 0
     command = args[0]
@@ -71,4 +71,5 @@ def _complain(text: str) -> None:
 
 def usage() -> str:
     rows = "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
-    return f"usage: twoscale COMMAND [options]\n\ncommands:\n{rows}\n\n`twoscale COMMAND --help` lists the options of one command."
+    first = 'a first text: twoscale generate bundled "The old man looked at the sea and"'
+    return f"usage: twoscale COMMAND [options]\n\ncommands:\n{rows}\n\n`twoscale COMMAND --help` lists the options of one command.\n{first}"
