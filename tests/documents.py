@@ -36,6 +36,7 @@ CHEAPER: list[tuple[str, dict[str, str], str]] = [
     ("bench serve", {"--preset": "nano", "--rounds": "1", "--seconds": "0.5", "--clients": "2"}, "minutes, at the paper's size"),
     ("prepare --source hf:", {"--source": "corpus/", "--subset": "", "--val-fraction": "0.3"}, "the hub is not reached by tests"),
     ("eval runs/tiny --exit", {"--windows": "4"}, "half a minute"),
+    ("convert models/llama", {"--data.max-documents": "8"}, "all of Python's own English is tokenized"),
 ]  # fmt: skip
 SOAK = {"--soak": "1"}  # ten minutes in the docs
 SERVERS = ("serve", "explore")  # started, asked once, stopped

@@ -29,7 +29,7 @@ from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
 from twoscale.train import checkpoint as ckpt
 
-CODE = '''"""The model is defined in the package `twoscale` this file only names its classes."""
+CODE = '''"""The model is defined in the package `twoscale`, which must be installed; this file only names its classes."""
 
 from twoscale.interop.hf import TwoscaleConfig, TwoscaleForCausalLM
 
