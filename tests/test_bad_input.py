@@ -47,7 +47,11 @@ PREPARE = ("prepare", "--out", "{out}", "--source")
 
 # (name, arguments, a word that the line must hold); {shards} and {out} are filled in
 FLAGS: list[tuple[str, tuple[str, ...], str]] = [
-    ("unknown command", ("trian",), "choose one of"),
+    ("unknown command", ("trian",), "did you mean `train`? The commands are prepare, train,"),
+    ("unknown command, like no other", ("zzz",), "there is no command 'zzz': choose one of prepare, train,"),
+    ("few-shot without tasks", ("eval", "{out}", "--num-fewshot", "2"), "--num-fewshot goes with --tasks"),
+    ("a negative number of shots", ("eval", "{out}", "--tasks", "x", "--num-fewshot", "-1"), "--num-fewshot"),
+    ("an empty batch", ("eval", "{out}", "--tasks", "x", "--batch-size", "0"), "--batch-size"),
     ("unknown flag", (*TRAIN, "--train.learning-rate", "1"), "--train.learning-rate"),
     ("not a number", (*TRAIN, "--train.lr", "fast"), "fast"),
     ("no value", (*TRAIN, "--train.lr"), "--train.lr"),

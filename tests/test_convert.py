@@ -10,10 +10,11 @@ import torch
 
 import twoscale
 from conftest import CommandLine, nano_run
-from twoscale.config import UserError
+from twoscale.config import ModelConfig, UserError
+from twoscale.config.groups import parse_groups
 from twoscale.data import Pieces, Tokenizer
 from twoscale.data.tokenizer import train_bpe
-from twoscale.interop.convert import looped
+from twoscale.interop.convert import looped, suggested_groups
 from twoscale.train import start_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
@@ -166,7 +167,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings,words,says",
     [
-        ({}, (), "--groups 4-7"),
+        ({}, (), "--groups 1-2"),
         ({}, ("--groups", "3-9"), "layers run from 0 to 3"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, ("--groups", "1"), "rope_type"),
         ({"attention_bias": True}, ("--groups", "1"), "attention_bias"),
@@ -180,6 +181,13 @@ def test_bad_folders(tmp_path: Path, cli: CommandLine, settings: dict[str, objec
     result = cli("convert", str(tmp_path / "llama"), "--out", str(tmp_path / "run"), *words)
     assert result[0] == 2 and says in result[2] and result[2].count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 32])
+def test_suggested_groups(layers: int) -> None:
+    """The loop groups that `convert` suggests for a plain model are ones that it takes."""
+    groups = suggested_groups(layers)
+    assert ModelConfig(n_layer=layers, groups=parse_groups(groups)).groups
 
 
 def test_bad_init(tmp_path: Path, cli: CommandLine) -> None:

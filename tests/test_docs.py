@@ -1,75 +1,172 @@
-"""README and docs tell the truth: commands parse, the Python example runs, the file tree is complete."""
+"""README and docs tell the truth: every command and every Python example runs, the file tree is complete, the links lead somewhere."""
 
-import importlib
+import json
+import os
 import re
-import shlex
+import signal
 import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from conftest import ROOT, CommandLine, nano_run
+from conftest import ROOT, nano_run, write_corpus
+from documents import CHEAPER, DOCUMENTS, NOT_RUN, SERVERS, arguments, blocks, commands, reason_not_to_run
+from test_load import HUGINN, huginn_tensors
+from twoscale.cli.main import main
+from twoscale.data.tokenizer import train_bpe
+from twoscale.geometry.probe import probe_geometry
 from twoscale.train import start_run
-from twoscale.train.trainer import TrainResult
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of that language in all documents."""
-    found: list[str] = []
-    for path in DOCUMENTS:
-        for n, part in enumerate(re.split(r"^```", path.read_text(), flags=re.M)):
-            first, _, body = part.partition("\n")
-            if n % 2 and first == language:
-                found.append(body)
-    return found
+UNIQUE: dict[str, Path] = {}  # every command, and the first document that has it
+for document in DOCUMENTS:
+    for line in commands(document):
+        UNIQUE.setdefault(line, document)
 
 
-def commands() -> list[str]:
-    lines = [line.strip() for block in blocks("") for line in block.splitlines()]
-    return sorted({re.sub(r"^torchrun (--\S+ )+-m ", "", line) for line in lines if re.match(r"^(torchrun (--\S+ )+-m )?twoscale ", line)})
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A folder with what the documents take for granted: a run, a corpus, models of two other families, a task for the harness."""
+    root = tmp_path_factory.mktemp("docs")
+    start_run(nano_run(steps=4, geometry_loops=4), root / "runs" / "tiny", shards, probes=[probe_geometry])
+    (root / "corpus").mkdir()
+    write_corpus(root / "corpus" / "text.txt", 60)
+    _foreign_models(root / "models")
+    (task,) = (block for path in DOCUMENTS for block in blocks(path, "yaml"))
+    data = root / "my" / "lambada.jsonl"
+    (root / "my" / "tasks").mkdir(parents=True)
+    data.write_text("".join(json.dumps({"text": f"the loop turns until it {word}"}) + "\n" for word in ("settles", "moves")))
+    task = re.sub(r"/path/to/\w+\.jsonl", str(data), task.replace("local_lambada", "my_task"))
+    (root / "my" / "tasks" / "my_task.yaml").write_text(task)
+    return root
 
 
-@pytest.mark.parametrize("command", commands())
-def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every command in README and docs is accepted, up to the point where the long work would begin."""
-    monkeypatch.chdir(tmp_path)
-    for folder in ("data/corpus", "data/fineweb", "corpus"):
-        (tmp_path / folder).mkdir(parents=True)
-    started = []
-    manifest = {"tokens": {"train": 1, "val": 1}, "counts": {"documents": 1, "empty": 0, "not_text": 0, "bad_utf8": 0}}
-    monkeypatch.setattr("twoscale.data.prepare", lambda *a, **k: started.append(a) or manifest)
-    monkeypatch.setattr("twoscale.train.start_run", lambda *a, **k: started.append(a) or TrainResult(1, True, None, None))
-    monkeypatch.setattr("twoscale.train.checkpoint.load_config", lambda *a: nano_run())
-    monkeypatch.setattr("twoscale.interop.load", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.tradeoff.open.open_run", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.interop.export.ckpt.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.interop.find", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.interop.convert.find", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr(importlib.import_module("twoscale.interop.load"), "find", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.train.checkpoint.find_checkpoint", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.cli.explore.open_session", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.load", lambda *a: started.append(a) or pytest.skip("accepted"), raising=False)
-    monkeypatch.setattr("twoscale.report.page.load_run", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.bench.serve.bench_serve", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.bench.soak.soak", lambda *a: started.append(a) or pytest.skip("accepted"))
-    monkeypatch.setattr("twoscale.bench.train.bench_train", lambda *a: started.append(a) or pytest.skip("accepted"))
-    code, _, err = cli(*shlex.split(command)[1:])
-    assert code == 0 and started, err
+def _foreign_models(folder: Path) -> None:
+    """A tiny Huginn and a tiny Llama of twelve layers, with random weights and a small tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    llama = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=12, num_attention_heads=4, max_position_embeddings=64
+    )
+    LlamaForCausalLM(llama).save_pretrained(folder / "llama")
+    (folder / "huginn").mkdir()
+    (folder / "huginn" / "config.json").write_text(json.dumps({**HUGINN, "vocab_size": 320, "padded_vocab_size": 320}))
+    save_file({**huginn_tensors(), "transformer.wte.weight": torch.randn(320, 32) * 0.2}, folder / "huginn" / "model.safetensors")
+    for name in ("llama", "huginn"):
+        train_bpe(["the loop turns until no step changes the state"] * 9, 290).save(folder / name)
 
 
-def test_python(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Ran:
+    """Which commands have run in the folder, so that each runs once and after those before it in its document."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+
+    def __call__(self, path: Path, command: str, place: Path) -> None:
+        for earlier in commands(path):
+            if reason_not_to_run(earlier) is None and earlier not in self.done and not earlier.startswith("curl"):
+                run(earlier, place)
+                self.done.add(earlier)
+            if earlier == command:
+                return
+
+
+@pytest.fixture(scope="module")
+def ran() -> Ran:
+    return Ran()
+
+
+def run(command: str, place: Path) -> None:
+    words = arguments(command)
+    if words[0] in SERVERS:
+        serve(words, place)
+    else:
+        assert main(words) == 0, words
+
+
+def serve(words: list[str], place: Path) -> None:
+    """Start a server on a free port, wait until it is ready, ask it once, and stop it."""
+    words = [word for i, word in enumerate(words) if word != "--port" and words[max(0, i - 1)] != "--port"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "GRADIO_ANALYTICS_ENABLED": "False"}
+    with open(place / "server.log", "w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "twoscale", *words, "--port", "0"], cwd=place, env=environment, stdout=log, stderr=log
+        )
+        try:
+            address = wait_for_address(process, place / "server.log")
+            if words[0] == "serve":
+                for curl in (c for path in DOCUMENTS for c in commands(path) if c.startswith("curl")):
+                    ask(re.sub(r"http://[\d.]+:\d+", address, curl))
+            else:
+                with urllib.request.urlopen(address, timeout=60) as page:
+                    assert b"<html" in page.read()
+        finally:
+            process.send_signal(signal.SIGTERM if words[0] == "serve" else signal.SIGINT)
+            code = process.wait(timeout=60)
+    assert code in ((0,) if words[0] == "serve" else (0, 130)), (place / "server.log").read_text()
+
+
+def wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The address that a server prints once it listens."""
+    for _ in range(1800):
+        if found := re.search(r"http://[\d.]+:\d+", log.read_text()):
+            return found[0]
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"no address after three minutes: {log.read_text()}")
+
+
+def ask(curl: str) -> None:
+    """Run a curl command; its answer is a completion with text."""
+    done = subprocess.run(["sh", "-c", f"{curl} --max-time 60 --retry 5 --retry-connrefused"], capture_output=True, text=True)
+    assert json.loads(done.stdout)["choices"][0]["text"], done
+
+
+@pytest.mark.parametrize(("command", "path"), UNIQUE.items(), ids=list(UNIQUE))
+def test_commands(command: str, path: Path, place: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command in README and docs runs and ends with 0, small settings in place of dear ones."""
+    if (why := reason_not_to_run(command)) is not None:
+        pytest.skip(why)
+    if command.startswith("curl"):
+        command = next(c for c in commands(path) if c.startswith("twoscale serve"))  # which asks by all curl commands
+    monkeypatch.chdir(place)
+    ran(path, command, place)
+
+
+def test_tables_are_used() -> None:
+    """Every exception that the tests make is for a command that is there."""
+    words = [re.sub(r"^(torchrun (--\S+ )+-m )?twoscale ", "", command) for command in UNIQUE]
+    assert all(any(word.startswith(start) for word in words) for start, _, _ in CHEAPER)
+    patterns = [part for pattern in NOT_RUN for part in pattern.split("|")]
+    assert all(any(re.fullmatch(pattern, command) for command in UNIQUE) for pattern in patterns), patterns
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p, "python")], ids=lambda p: p.name)
+def test_python(path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python example runs as it stands, in a folder with a trained run."""
-    start_run(nano_run(steps=4), tmp_path / "runs" / "tiny", shards)
-    monkeypatch.chdir(tmp_path)
-    for block in blocks("python"):
-        exec(compile(block, "README", "exec"), {})
+    monkeypatch.chdir(place)
+    for block in blocks(path, "python"):
+        exec(compile(block, path.name, "exec"), {})
+
+
+def test_install_commands() -> None:
+    """The extras that README and docs install exist, and the constraints file is the repository's."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for command in UNIQUE:
+        if command.startswith("pip install"):
+            assert "-c constraints.txt -e" in command, command
+            named = re.search(r"\.\[([\w,]+)\]", command)
+            assert named is None or set(named[1].split(",")) <= set(extras), command
 
 
 def test_file_tree() -> None:
-    """The file tree in the README has a line for every file of the package, and none for files that are not there."""
-    tree = next(b for b in blocks("") if b.startswith("src/twoscale/"))
+    """The file tree in docs/architecture.md has a line for every file of the package, and none for files that are not there."""
+    tree = next(b for b in blocks(ROOT / "docs" / "architecture.md", "") if b.startswith("src/twoscale/"))
     listed = set(re.findall(r"^\s+([\w/]+\.py)", tree, flags=re.M))
     package = ROOT / "src" / "twoscale"
     there = {str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"}
@@ -77,14 +174,15 @@ def test_file_tree() -> None:
 
 
 def test_links() -> None:
-    """Every relative link leads to a file, and every test that the README names exists."""
+    """Every relative link leads to a file, and every test that is named exists."""
     for path in DOCUMENTS:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+        text = path.read_text()
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (path.parent / target).exists(), (path, target)
-        for name in re.findall(r"`(\w+/\w+\.(?:py|c))`", path.read_text()):
+        for name in re.findall(r"`(\w+/\w+\.(?:py|c))`", text):
             assert (ROOT / name).exists() or (ROOT / "src" / "twoscale" / name).exists(), (path, name)
-    for name in re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", (ROOT / "README.md").read_text()):
-        assert (ROOT / name[0]).exists() and (not name[1] or f"def {name[1]}(" in (ROOT / name[0]).read_text()), name
+        for name, test in re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", text):
+            assert (ROOT / name).exists() and (not test or f"def {test}(" in (ROOT / name).read_text()), (path, name, test)
 
 
 def test_nothing_large_is_tracked() -> None:

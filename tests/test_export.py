@@ -57,7 +57,7 @@ def test_padding(side: str, exported: tuple[Path, Path], opened) -> None:  # typ
     tokenizer.padding_side = side
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     rule = twoscale.exits.StepNorm(2.0)
-    for exit in (None, rule, "step-norm:2.0"):
+    for exit in (None, rule, "step-norm:2.0", "auto"):
         logits = model(batch.input_ids, batch.attention_mask, exit=exit, loops=5).logits
         for b, prompt in enumerate(PROMPTS):
             want = twoscale.forward(ours, [our_tokenizer.encode(prompt)], exit=exit, loops=5).logits[0]
@@ -81,6 +81,85 @@ def test_generate(exported: tuple[Path, Path], opened) -> None:  # type: ignore[
     beams = model.generate(**batch, max_new_tokens=6, num_beams=3, do_sample=False, loops=3)
     slow = model.generate(**batch, max_new_tokens=6, num_beams=3, do_sample=False, loops=3, use_cache=False)
     assert torch.equal(beams, slow)
+
+
+def states_of(model, ids: list[int], **how: object) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    """The embedding and the states after each stage for one text, by tracing: a group's output is its state after the last step."""
+    trace = twoscale.trace(model, [ids], **how)  # type: ignore[arg-type]
+    return [x[0] for x in trace.stages]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_hidden_states(side: str, exported: tuple[Path, Path], opened) -> None:  # type: ignore[no-untyped-def]
+    """output_hidden_states gives the embedding, then the state after each stage, in every path: plain, cached, padded, with exits."""
+    model, tokenizer = opened
+    ours, our_tokenizer = twoscale.load(exported[0])
+    tokenizer.padding_side = side
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    assert model(batch.input_ids, batch.attention_mask, loops=5).hidden_states is None
+    for how in ({}, {"use_cache": True}, {"exit": "fixed:5"}, {"exit": "kl:0,read=coda"}):
+        states = model(batch.input_ids, batch.attention_mask, loops=5, output_hidden_states=True, **how).hidden_states
+        assert len(states) == len(ours.config.stages) + 1 and all(x.shape == (*batch.input_ids.shape, ours.config.n_embd) for x in states)
+        for b, prompt in enumerate(PROMPTS):
+            want = states_of(ours, our_tokenizer.encode(prompt), loops=5)
+            for got, x in zip(states, want, strict=True):
+                assert torch.allclose(got[b][batch.attention_mask[b].bool()], x, atol=1e-4), how
+    loss = model(batch.input_ids[:, -2:], loops=3, output_hidden_states=True).hidden_states[1].square().mean()
+    loss.backward()
+    assert model.model.wte.weight.grad.abs().sum() > 0
+    model.zero_grad(set_to_none=True)
+
+
+def test_hidden_states_of_generate(exported: tuple[Path, Path], opened) -> None:  # type: ignore[no-untyped-def]
+    """generate(output_hidden_states=True) gives the states of the prompt, then of each new token."""
+    model, tokenizer = opened
+    tokenizer.padding_side = "left"
+    batch = tokenizer(PROMPTS[:1], return_tensors="pt", return_token_type_ids=False)
+    out = model.generate(**batch, max_new_tokens=3, do_sample=False, loops=4, output_hidden_states=True, return_dict_in_generate=True)
+    ours, _ = twoscale.load(exported[0])
+    want = states_of(ours, out.sequences[0, :-1].tolist(), loops=4)
+    for i, x in enumerate(want):
+        got = torch.cat([step[i][0] for step in out.hidden_states])
+        assert torch.allclose(got, x, atol=1e-4)
+
+
+def test_return_dict(opened) -> None:  # type: ignore[no-untyped-def]
+    """return_dict=False gives the same values as a tuple, those that are None left out."""
+    model, _ = opened
+    ids = torch.tensor([[5, 6, 7]])
+    (logits,) = model(ids, loops=3, return_dict=False)
+    loss, again, states = model(ids, loops=3, labels=ids, output_hidden_states=True, return_dict=False)
+    assert torch.equal(logits, again) and loss.ndim == 0 and isinstance(states, tuple)
+    assert torch.equal(model(ids, loops=3).logits, logits)
+
+
+CARD = """
+import builtins, os, re, sys
+def asked(*words):
+    os.write(2, b"asked: " + " ".join(words).encode())
+    os._exit(1)
+builtins.input = asked
+os.environ["HF_HUB_OFFLINE"] = "1"
+folder = sys.argv[1]
+if sys.argv[2:] == ["tokenizer"]:  # without our package
+    sys.modules["twoscale"] = None
+    from transformers import AutoTokenizer
+    print(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)("The loop").input_ids)
+else:
+    code = re.search(r"```python\\n(.*?)```", open(folder + "/README.md").read(), re.S)[1]
+    assert "trust_remote_code" not in code
+    exec(code.replace("FOLDER", folder))
+"""
+
+
+@pytest.mark.parametrize("what", ["card", "tokenizer"])
+def test_card_runs(what: str, exported: tuple[Path, Path]) -> None:
+    """The card's example runs in a fresh process without a question about custom code; the tokenizer loads even without our package."""
+    words = [sys.executable, "-c", CARD, str(exported[1]), *(["tokenizer"] if what == "tokenizer" else [])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ids = twoscale.load(exported[0])[1].encode("The loop")
+    assert (str(ids) if what == "tokenizer" else "The loop") in done.stdout
 
 
 def test_gradients(opened) -> None:  # type: ignore[no-untyped-def]
@@ -118,6 +197,28 @@ def test_card_and_files(exported: tuple[Path, Path], tmp_path: Path, cli: Comman
     (tmp_path / "half" / "config.json").write_text(json.dumps(config))
     code, _, err = cli("generate", tmp_path / "half", "The")
     assert code == 2 and "at most 4096" in err
+
+
+def test_bundled(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`export bundled` writes the model in the package for transformers, with calibration and card; an export can be exported."""
+    monkeypatch.chdir(tmp_path)
+    code, said, err = cli("export", "bundled", "--dtype", "float16")
+    assert code == 0 and said.strip() == "exported/bundled", err
+    assert cli("export", "exported/bundled", "--out", "again")[0] == 0
+    want, tokenizer = twoscale.load("bundled")
+    ids = [tokenizer.encode("The old man looked at the sea")]
+    for folder in ("exported/bundled", "again"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, trust_remote_code=True, dtype=torch.float32)
+        ours, _ = twoscale.load(folder)
+        assert torch.equal(twoscale.forward(ours, ids, exit="auto").steps, twoscale.forward(want, ids, exit="auto").steps)
+        with torch.no_grad():
+            assert torch.allclose(model(torch.tensor(ids)).logits, twoscale.forward(want, ids).logits, atol=1e-5)
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n") and card.count("# The model in the box") == card.count("AutoModelForCausalLM") // 2 == 1
+    code, _, err = cli("export", "bundled", "--checkpoint", "step-000001")
+    assert code == 2 and "--checkpoint" in err
+    code, _, err = cli("export", "nowhere")
+    assert code == 2 and "nowhere is no folder" in err
 
 
 BARE = """

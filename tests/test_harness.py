@@ -118,6 +118,13 @@ def test_tasks(run: Path, tmp_path: Path, cli: CommandLine) -> None:
         right += scores.index(max(scores)) == d["answer"]
     code, out, err = cli("eval", run, "--tasks", "twoscale_words", "--include", tmp_path / "tasks", "--loops", "4")
     assert code == 0 and f"acc {right / 3:.4f}" in out and "4.00 of 4" in out, out + err
+    more = ("--num-fewshot", "1", "--batch-size", "2", "--limit", "2", "--output", tmp_path / "found" / "words.json")
+    code, shot, err = cli("eval", run, "--tasks", "twoscale_words", "--include", tmp_path / "tasks", "--loops", "4", *more)
+    assert code == 0, err
+    found = json.loads((tmp_path / "found" / "words.json").read_text())
+    assert found["num_fewshot"] == 1 and found["limit"] == 2 and found["batch_size"] == 2 and found["loops"] == [4, 4]
+    assert f"acc {found['results']['twoscale_words']['acc']:.4f}" in shot and found["mean_steps"] == [4.0, 4.0]
+    assert found["tokens"] > 2 * 2 * 8, "the examples before a question are read too"
     code, _, err = cli("eval", run, "--tasks", "no_such_task_at_all")
     assert code == 2 and "no_such_task_at_all" in err.strip().splitlines()[-1]
 

@@ -1,7 +1,9 @@
 """The house is in order: formatting, lint, types, import directions, sizes, and no heavy import at start-up."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,11 +68,34 @@ def test_missing_extras_are_named(tmp_path: Path) -> None:
     )
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     cases = {
-        "twoscale[data]": ["--source", str(tmp_path / "a.parquet")],
-        "needs datasets": ["--source", "hf:x/y"],
-        "twoscale[gpt2]": ["--source", "builtin", "--tokenizer", "gpt2"],
+        "pip install -c constraints.txt -e '.[data]'": ["--source", str(tmp_path / "a.parquet")],
+        "needs datasets, in a clone of twoscale run: pip install": ["--source", "hf:x/y"],
+        "-e '.[gpt2]'": ["--source", "builtin", "--tokenizer", "gpt2"],
     }
     for i, (word, args) in enumerate(cases.items()):
         command = [sys.executable, "-c", script, "prepare", "--out", str(tmp_path / str(i)), *args]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 2 and word in result.stderr and "Traceback" not in result.stderr, result.stderr
+
+
+def test_hints_name_extras_that_exist() -> None:
+    """Every hint on a missing package comes from one function, and names an extra of pyproject.toml; no line suggests another install."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named: set[str] = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text()
+        assert "pip install" not in text or path.name == "errors.py", path
+        named |= set(re.findall(r'missing_package\(f?"[^"]*", "(\w+)"', text))
+    assert named == set(extras) - {"test", "hf"}, named ^ set(extras)
+
+
+def test_generate_imports_little(tmp_path: Path) -> None:
+    """`twoscale generate` loads a model and writes without the packages that only training, compiling, figures or serving need."""
+    heavy = ("torch.distributed.tensor", "torch._dynamo", "sympy", "matplotlib", "plotly", "pandas", "twoscale.train.trainer")
+    script = (
+        "import sys; from twoscale.cli.main import main\n"
+        "code = main(['generate', 'bundled', 'The old man', '--max-new-tokens', '2', '--exit', 'auto'])\n"
+        f"print(code, [name for name in {heavy} if name in sys.modules], file=sys.stderr)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert result.stdout.startswith("The old man") and result.stderr.splitlines()[-1] == "0 []", result.stderr

@@ -76,7 +76,8 @@ def test_trace_all(run: Path, shards: Path, cli: CommandLine) -> None:
 
 def test_page(run: Path, cli: CommandLine) -> None:
     """The page holds every figure, the tables and the claims with their rules; figures are there as PNG and PDF."""
-    code, out, _ = cli("report", run)
+    code, out, err = cli("report", run)
+    assert "figure 1/7, step_norms" in err and "figure 7/7" in err and "writing" in err.splitlines()[-1], "progress on stderr"
     page = Path(out.strip()).read_text()
     assert code == 0 and len(page) < 8_000_000
     for name in ("step_norms", "step_cosines", "accelerations", "drift_to_loop", "limit", "trajectories", "verdict_map"):

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Literal
 
 from twoscale.cli.parse import parse, say
-from twoscale.config import UserError, presets
+from twoscale.config import UserError, missing_package, presets
 
 KINDS = ("train", "trace", "decode", "serve")
 
@@ -219,7 +219,7 @@ def _serve(args: BenchServeArgs) -> int:
         import httpx  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError(f"this bench needs {error.name}: pip install 'twoscale[serve]' httpx") from None
+        raise missing_package(f"this bench needs {error.name}", "serve", "httpx") from None
     from twoscale.bench import serve
     from twoscale.bench.soak import soak
     from twoscale.data.tokenizer import byte_tokenizer

@@ -1,7 +1,7 @@
 """`twoscale eval RUN`: held-out loss, perplexity and bits per byte, at fixed loops or with an exit rule.
 
 twoscale eval runs/tiny --exit acceleration:1.0 --loops 30
-twoscale eval runs/tiny --tasks my_task --include my/tasks
+twoscale eval runs/tiny --tasks my_task --include my/tasks --num-fewshot 2 --output found.json
 """
 
 import math
@@ -13,8 +13,11 @@ import tyro
 
 from twoscale.cli.parse import parse
 from twoscale.cli.runs import on_run
-from twoscale.config import UserError
+from twoscale.config import UserError, missing_package
+from twoscale.config.files import make_folder, write_json
 from twoscale.report.words import evaluation_text
+
+BATCH = 16  # texts of a task that share a pass
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,23 @@ class EvalArgs:
     """Folder with task files of your own."""
     limit: int | None = None
     """Only so many examples of each task."""
+    num_fewshot: int | None = None
+    """Solved examples before each question of a task; by default as the task says."""
+    batch_size: int | None = None
+    """Texts of a task that go through the model together (16; fewer where their logits would need much memory)."""
+    output: Path | None = None
+    """File for the figures, as JSON."""
 
 
 def run(args: list[str]) -> int:
     given = parse(EvalArgs, args, "twoscale eval")
-    print(tasks_table(given) if given.tasks else table(eval_run(on_run(given))))
+    for name in () if given.tasks else ("include", "limit", "num_fewshot", "batch_size"):
+        if getattr(given, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
+    found = eval_tasks(given) if given.tasks else eval_run(on_run(given))
+    if given.output is not None:
+        write_json(make_folder(given.output.parent) / given.output.name, found)
+    print(tasks_table(found) if given.tasks else table(found))
     return 0
 
 
@@ -83,32 +98,39 @@ def table(found: dict[str, Any]) -> str:
     )
 
 
-def tasks_table(args: EvalArgs) -> str:
-    """Accuracy, or what else a task reports, beside mean steps."""
+def eval_tasks(args: EvalArgs) -> dict[str, Any]:
+    """What each task of the lm-evaluation-harness reports, and the mean steps."""
+    for name, least in (("limit", 1), ("num_fewshot", 0), ("batch_size", 1)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
     try:
         from twoscale.interop.harness import HarnessModel, evaluate
     except ModuleNotFoundError:
-        raise UserError("--tasks needs the lm-evaluation-harness: pip install 'twoscale[eval]'") from None
+        raise missing_package("--tasks needs the lm-evaluation-harness", "eval") from None
     from twoscale.interop import find, load
     from twoscale.tradeoff.open import chosen_exit
     from twoscale.train.checkpoint import find_checkpoint
 
-    if args.limit is not None and args.limit < 1:
-        raise UserError("--limit is at least 1")
     folder = find(args.run) if args.checkpoint is None else find_checkpoint(args.run, args.checkpoint)
     exit, loops = chosen_exit(folder, args.exit, args.loops)
     model, tokenizer = load(folder)
     if tokenizer is None:
         raise UserError(f"{args.run} has no tokenizer.json, which the harness needs")
-    counts = model.config.loops_for(loops)
-    lm = HarnessModel(model, tokenizer, loops, exit)
-    found = evaluate(lm, list(args.tasks), args.include, args.limit)
-    lines = [f"{args.run}, exit {args.exit or 'none'}"]
-    for task, numbers in found.items():
-        lines.append(
-            f"{task:<24}{', '.join(_number(key, numbers) for key in numbers if 'stderr' not in key and not key.startswith('sample'))}"
-        )
-    steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(lm.mean_steps, counts, strict=True))
+    lm = HarnessModel(model, tokenizer, loops, exit, args.batch_size or BATCH)
+    results = evaluate(lm, list(args.tasks), args.include, args.limit, args.num_fewshot)
+    return {
+        "model": str(args.run), "exit": args.exit, "loops": list(model.config.loops_for(loops)), "num_fewshot": args.num_fewshot,
+        "batch_size": lm.batch, "limit": args.limit, "results": results, "tokens": lm.tokens, "mean_steps": lm.mean_steps,
+    }  # fmt: skip
+
+
+def tasks_table(found: dict[str, Any]) -> str:
+    """Accuracy, or what else a task reports, beside mean steps."""
+    lines = [f"{found['model']}, exit {found['exit'] or 'none'}"]
+    for task, numbers in found["results"].items():
+        shown = (_number(key, numbers) for key in numbers if "stderr" not in key and not key.startswith("sample"))
+        lines.append(f"{task:<24}{', '.join(shown)}")
+    steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(found["mean_steps"], found["loops"], strict=True))
     lines.append(f"mean steps              {steps}")
     return "\n".join(lines)
 

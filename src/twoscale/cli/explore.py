@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from twoscale.cli.parse import parse, say
-from twoscale.config import UserError
+from twoscale.config import UserError, missing_package
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def run(args: list[str]) -> int:
     try:
         from twoscale.explore.page import launch
     except ModuleNotFoundError as error:
-        raise UserError(f"the explorer needs {error.name}: pip install 'twoscale[explore]'") from None
+        raise missing_package(f"the explorer needs {error.name}", "explore") from None
     session = open_session(given.model)
     session.warm_up()
     try:

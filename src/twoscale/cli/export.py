@@ -1,6 +1,7 @@
 """`twoscale export RUN`: the model as a folder that transformers opens.
 
 twoscale export runs/tiny --out exported/tiny
+twoscale export bundled
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ class ExportArgs:
     """Write weights, settings, tokenizer and a model card for AutoModelForCausalLM and AutoTokenizer."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    """Folder of a run or of another model, or `bundled`."""
     out: Path | None = None
-    """Where to write; RUN/export by default."""
+    """Where to write; by default RUN/export, or exported/NAME for a model that is no run."""
     checkpoint: str | None = None
     """Which checkpoint (for example step-000120); the newest by default."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
@@ -29,8 +30,12 @@ class ExportArgs:
 
 
 def run(args: list[str]) -> int:
+    given = parse(ExportArgs, args, "twoscale export")
+
+    from twoscale.interop import find
     from twoscale.interop.export import export
 
-    given = parse(ExportArgs, args, "twoscale export")
-    print(export(given.run, given.out or given.run / "export", given.checkpoint, given.dtype, given.code))
+    folder = find(given.run)
+    default = folder / "export" if (folder / "checkpoints").is_dir() else Path("exported") / folder.resolve().name
+    print(export(folder, given.out or default, given.checkpoint, given.dtype, given.code))
     return 0

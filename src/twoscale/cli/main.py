@@ -3,6 +3,7 @@
 Every command is a module of this folder with `run(args: list[str]) -> int`; it is imported only when called.
 """
 
+import difflib
 import importlib
 import os
 import sys
@@ -36,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
-    if args[0] in ("-V", "--version"):
+    if args[0] in ("-V", "--version", "version"):
         print(f"twoscale {__version__}")
         return 0
     command = args[0]
     try:
         if command not in COMMANDS:
-            raise UserError(f"there is no command {command!r}: choose one of {', '.join(COMMANDS)}")
+            raise UserError(_unknown(command))
         return int(importlib.import_module(f"twoscale.cli.{command}").run(args[1:]))
     except UserError as error:
         _complain(f"twoscale {command}: {error}")
@@ -57,10 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
 
 
+def _unknown(command: str) -> str:
+    """What to say of a command that does not exist: the nearest one, if any is near, and the list."""
+    near = difflib.get_close_matches(command.lower(), COMMANDS, n=1)
+    hint = f"did you mean `{near[0]}`? The commands are" if near else "choose one of"
+    return f"there is no command {command!r}: {hint} {', '.join(COMMANDS)}"
+
+
 def _complain(text: str) -> None:
     say(" ".join(text.split()))
 
 
 def usage() -> str:
     rows = "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
-    return f"usage: twoscale COMMAND [options]\n\ncommands:\n{rows}\n\n`twoscale COMMAND --help` lists the options of one command."
+    first = 'a first text: twoscale generate bundled "The old man looked at the sea and"'
+    return f"usage: twoscale COMMAND [options]\n\ncommands:\n{rows}\n\n`twoscale COMMAND --help` lists the options of one command.\n{first}"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from twoscale.cli.parse import parse
+from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import as_run
 from twoscale.config import UserError
 
@@ -26,10 +26,11 @@ class ReportArgs:
 
 
 def run(args: list[str]) -> int:
-    from twoscale.report.page import write_report
-
     given = parse(ReportArgs, args, "twoscale report")
     if not given.runs:
         raise UserError("name at least one run")
-    print(write_report(*(as_run(run) for run in given.runs), out=given.out))
+
+    from twoscale.report.page import write_report
+
+    print(write_report(*(as_run(run) for run in given.runs), out=given.out, progress=say))
     return 0

@@ -206,7 +206,7 @@ def _report_stage(runs: list[Path]) -> int:
     if same and page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
         say("already written")
         return 0
-    write_report(*runs, out=page.parent)
+    write_report(*runs, out=page.parent, progress=lambda line: say(f"  {line}"))
     write_json(noted, shown)
     return 0
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from twoscale.cli.parse import parse, say
-from twoscale.config import UserError
+from twoscale.config import UserError, missing_package
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run(args: list[str]) -> int:
         from twoscale.serve.local import listen
         from twoscale.serve.server import Limits, Server
     except ModuleNotFoundError as error:
-        raise UserError(f"serving needs {error.name}: pip install 'twoscale[serve]'") from None
+        raise missing_package(f"serving needs {error.name}", "serve") from None
     from twoscale.cli.explore import open_session
     from twoscale.serve.choose import choose_policy
     from twoscale.serve.scheduler import Scheduler

@@ -159,6 +159,8 @@ class ModelConfig:
         """One loop count for each group from what a caller may say: None (mean_loops), one number, or one a group."""
         if loops is None:
             loops = self.mean_loops
+        if isinstance(loops, str | bytes):
+            raise UserError(f"loops = {loops!r}: give one whole number, or one for each group")
         single = _whole_number(loops)
         if single is not None:
             counts: tuple[int | None, ...] = (single,) * self.n_groups

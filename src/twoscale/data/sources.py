@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from twoscale.config import DataConfig, UserError
+from twoscale.config import DataConfig, UserError, missing_package
 from twoscale.data.builtin import builtin_documents
 
 END_OF_TEXT = "<|endoftext|>"
@@ -133,7 +133,7 @@ def _parquet(path: Path, column: str) -> Iterator[bytes]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise UserError("reading .parquet needs pyarrow: pip install 'twoscale[data]'") from None
+        raise missing_package("reading .parquet needs pyarrow", "data") from None
     try:
         with pq.ParquetFile(path) as table:
             names = table.schema_arrow.names
@@ -154,7 +154,7 @@ def _hub(config: DataConfig) -> Iterator[str]:
     try:
         import datasets
     except ImportError:
-        raise UserError("streaming from the hub needs datasets: pip install 'twoscale[data]'") from None
+        raise missing_package("streaming from the hub needs datasets", "data") from None
     name = config.source.removeprefix("hf:")
     try:
         stream = iter(datasets.load_dataset(name, config.subset, split="train", streaming=True))

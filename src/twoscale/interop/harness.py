@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # the harness is an extra, and mostly without annotations
-"""EleutherAI's lm-evaluation-harness on looped models (an extra, `pip install 'twoscale[eval]'`), with fixed loops or an exit rule.
+"""EleutherAI's lm-evaluation-harness on looped models (the extra `eval`), with fixed loops or an exit rule.
 
 lm = HarnessModel(model, tokenizer, loops=30, exit="acceleration:0.05")
 results = evaluate(lm, ["lambada"], include="my/tasks", limit=100)
@@ -110,8 +110,10 @@ class HarnessModel(TemplateLM):
         return texts
 
 
-def evaluate(lm: HarnessModel, tasks: list[str], include: Path | None = None, limit: int | None = None) -> dict[str, Any]:
-    """Results of the tasks, by name: every number that the harness reports."""
+def evaluate(
+    lm: HarnessModel, tasks: list[str], include: Path | None = None, limit: int | None = None, num_fewshot: int | None = None
+) -> dict[str, Any]:
+    """Results of the tasks, by name: every number that the harness reports. `num_fewshot` None leaves it to each task."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=None if include is None else str(include))
     known = set(manager.all_tasks)
@@ -120,7 +122,15 @@ def evaluate(lm: HarnessModel, tasks: list[str], include: Path | None = None, li
         raise UserError(f"there is no task {missing[0]!r} in the harness{where}")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the harness prints remarks
-            results = simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000, log_samples=False)
+            results = simple_evaluate(
+                lm,
+                tasks=tasks,
+                task_manager=manager,
+                limit=limit,
+                num_fewshot=num_fewshot,
+                bootstrap_iters=1000,
+                log_samples=False,
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"the harness could not run {', '.join(tasks)}: {str(error).splitlines()[0]}") from None
     assert results is not None

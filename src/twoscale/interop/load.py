@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twoscale.config import ModelConfig, UserError
+from twoscale.config import ModelConfig, TrainConfig, UserError, missing_package
 from twoscale.config.serial import from_dict, read_json
 from twoscale.data import Tokenizer
-from twoscale.interop.export import PREFIX, read_exported
 from twoscale.interop.families import FAMILIES
 from twoscale.interop.weights import Outline, Weights
-from twoscale.model import LoopedGPT
+from twoscale.model import LoopedGPT, allocate
+from twoscale.tradeoff.open import StoredCalibration
 from twoscale.train import checkpoint as ckpt
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
+PREFIX = "model."  # of the weights' names in an exported folder
 Mapper = Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]]
 
 
@@ -29,11 +30,18 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
 
     `bundled` is the small model in the package.
     A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
-    without tokenizer.json gives None for its tokenizer.
+    without tokenizer.json gives None for its tokenizer. A calibration in the folder is what exit="auto" stands for.
     """
     folder = find(path)
     if (folder / "checkpoints").is_dir():
-        return ckpt.load_model(ckpt.find_checkpoint(folder, None))
+        folder = ckpt.find_checkpoint(folder, None)
+    model, tokenizer = _load(folder)
+    model.calibration = StoredCalibration(folder)
+    return model, tokenizer
+
+
+def _load(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
+    """Model and tokenizer of one folder with weights."""
     given, config = _settings(folder)
     if config is None:
         return ckpt.load_model(folder)
@@ -76,6 +84,38 @@ def _settings(folder: Path) -> tuple[dict[str, Any], ModelConfig | None]:
     raise UserError(f"{folder} is neither a run nor a checkpoint: it has no {ckpt.MODEL} and no checkpoints/")
 
 
+def read_exported(given: dict[str, Any]) -> dict[str, Any] | None:
+    """The model's settings in the config.json of an exported folder; None where it is none."""
+    inside = given.get("twoscale")
+    return inside if given.get("model_type") == "twoscale" and isinstance(inside, dict) else None
+
+
+def noted_training(folder: Path) -> dict[str, Any]:
+    """What an export notes of its training."""
+    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else {}
+    noted = given.get("training") if isinstance(given, dict) else None
+    return noted if isinstance(noted, dict) else {}
+
+
+def progress_of(folder: Path) -> ckpt.Progress:
+    """How far a model was trained; nothing is known of other families."""
+    if (folder / "checkpoints").is_dir():
+        folder = ckpt.find_checkpoint(folder, None)
+    if (folder / ckpt.STATE).exists():
+        return ckpt.read_progress(folder)
+    known = noted_training(folder).get("progress")
+    return from_dict(ckpt.Progress, known, str(folder / ckpt.CONFIG)) if known is not None else ckpt.Progress(0, 0, 0, 0)
+
+
+def recipe_of(folder: Path) -> TrainConfig | None:
+    """How a model was trained, where it says so."""
+    known = noted_training(folder).get("recipe")
+    if known is not None:
+        return from_dict(TrainConfig, known, str(folder / ckpt.CONFIG))
+    ours = (folder / "checkpoints").is_dir() or (folder / ckpt.STATE).exists()
+    return ckpt.load_config(folder).train if ours else None
+
+
 def _ours(raw: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """The weights of an exported folder."""
     return {name.removeprefix(PREFIX): raw[name] for name in raw}
@@ -95,8 +135,7 @@ def _filled(config: ModelConfig, weights: Weights, mapped_of: Mapper, spare: tup
     with torch.device("meta"):
         model = LoopedGPT(config, seed=None)
     ckpt.check_shapes(model, {name: tuple(t.shape) for name, t in mapped.items()}, folder)
-    model = model.to_empty(device="cpu")
-    ckpt.load_weights(model, mapped_of(weights, config), folder)
+    ckpt.load_weights(allocate(model), mapped_of(weights, config), folder)
     return model.eval()
 
 
@@ -109,7 +148,7 @@ def _fetched(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
-        raise UserError(f"{name} is no folder here; to fetch it from the hub: pip install 'twoscale[hub]'") from None
+        raise missing_package(f"{name} is no folder here; to fetch it from the hub", "hub") from None
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # whatever the network and the hub may answer

@@ -7,7 +7,8 @@ Shapes: B batch, T position, C width, V vocabulary, G group, K loop step.
     loss = model(ids, targets, loops=(3, 9, 4), noise=StateNoise(seed, step, rows))
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,11 @@ from twoscale.model.group import LoopGroup, Recorder
 from twoscale.model.layers import Block, RMSNorm, Rope, rope_table
 from twoscale.model.noise import truncated_normal_
 from twoscale.model.start import StateNoise, start_state
+
+
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """An embedding that torch does not initialise: `init_weights` does, and on the meta device torch's own init imports its compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class PlainStage(nn.Module):
@@ -41,8 +47,8 @@ class LoopedGPT(nn.Module):
         super().__init__()
         self.config = config.model if isinstance(config, RunConfig) else config
         c = self.config
-        self.wte = nn.Embedding(c.padded_vocab_size, c.n_embd)
-        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.positions == "learned" else None
+        self.wte = embedding(c.padded_vocab_size, c.n_embd)
+        self.wpe = embedding(c.block_size, c.n_embd) if c.positions == "learned" else None
         # With share_group_norm the closing norm exists even where the head does not read through it.
         needed = c.final_norm or (c.share_group_norm and c.group_norm != "none")
         self.ln_f = RMSNorm(c.n_embd, c.norm_eps) if needed else None
@@ -50,6 +56,8 @@ class LoopedGPT(nn.Module):
             PlainStage(c, len(layers)) if group is None else LoopGroup(c, group, self.ln_f) for layers, group in c.stages
         )
         self.lm_head = None if c.tie_head else nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        self.calibration: Callable[[], tuple[Any, int]] | None = None
+        """Exit rules and most loops for exit="auto"; set by `twoscale.load`, valid for the weights that were loaded."""
         if seed is not None:
             init_weights(self, seed)
 
@@ -141,6 +149,17 @@ class LoopedGPT(nn.Module):
 def _fresh(noise: StateNoise, group: int, positions: Tensor, width: int):  # type: ignore[no-untyped-def]
     """Noise of loop step k; the start state has k = 0, so these begin at 1."""
     return lambda k: noise(group, positions, width, k + 1)
+
+
+def allocate(model: LoopedGPT) -> LoopedGPT:
+    """Memory on the CPU for a model that was made on the meta device; the caller fills it.
+
+    What nn.Module.to_empty does, but that imports a good part of torch's compiler.
+    """
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu")))
+    return model
 
 
 @torch.no_grad()

@@ -32,8 +32,8 @@ def _label(token: str) -> str:
     return visible(token).replace("$", r"\$")
 
 
-def draw_all(run: RunFiles, folder: Path) -> list[str]:
-    """Every figure that the run's files allow, as NAME.png and NAME.pdf; returns the names."""
+def draw_all(run: RunFiles, folder: Path, progress: Callable[[str], None] = lambda line: None) -> list[str]:
+    """Every figure that the run's files allow, as NAME.png and NAME.pdf; returns the names. `progress` gets a line before each."""
     wanted: dict[str, Callable[[RunFiles], Figure]] = {
         "step_norms": step_norms,
         "step_cosines": step_cosines,
@@ -49,7 +49,8 @@ def draw_all(run: RunFiles, folder: Path) -> list[str]:
         wanted |= {"against_tau": tradeoff_figures.against_tau, "tradeoff": tradeoff_figures.tradeoff}
         if tradeoff_figures.shown_points(run.sweep):
             wanted |= {"steps_taken": tradeoff_figures.steps_taken, "hard_tokens": tradeoff_figures.hard_tokens}
-    for name, draw in wanted.items():
+    for i, (name, draw) in enumerate(wanted.items(), start=1):
+        progress(f"{run.folder}: figure {i}/{len(wanted)}, {name}")
         with plt.rc_context(cast(Any, STYLE)):
             figure = draw(run)
             for suffix in ("png", "pdf"):

@@ -43,8 +43,11 @@ SWEPT = ("against_tau", "tradeoff", "steps_taken", "hard_tokens")  # figures of 
 SHOWN_BY = {"step_norms": "a", "step_cosines": "bc", "drift_to_loop": "d", "against_tau": "efg"}  # figure -> the claims that it shows
 
 
-def write_report(*folders: Path, out: Path | None = None) -> Path:
-    """Write index.html and its figures for one run (in RUN/report) or several (in report beside them); returns the page."""
+def write_report(*folders: Path, out: Path | None = None, progress: Callable[[str], None] = lambda line: None) -> Path:
+    """Write index.html and its figures for one run (in RUN/report) or several (in report beside them); returns the page.
+
+    `progress` is called with a line before each figure and before the page.
+    """
     runs = [load_run(folder) for folder in folders]
     default = folders[0] / "report" if len(folders) == 1 else folders[0].parent / "report"
     out = make_folder(out or default)
@@ -52,8 +55,9 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
     for i, run in enumerate(runs):
         mark = f"r{i}-" if len(runs) > 1 else ""
         place = Path("figures") / f"run-{i + 1}" if len(runs) > 1 else Path("figures")
-        names = draw_all(run, make_folder(out / place))
+        names = draw_all(run, make_folder(out / place), progress)
         parts.append(_part(run, names, place.as_posix(), mark))
+    progress(f"writing {out / 'index.html'}")
     with atomic_write(out / "index.html") as f:
         f.write(_page(runs, parts).encode())
     return out / "index.html"

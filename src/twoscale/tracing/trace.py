@@ -21,14 +21,15 @@ from torch import Tensor, nn
 
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write
+from twoscale.config.show import OneLine
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.input import as_batch, check_start
 
 VERSION = "1"
 
 
-@dataclass(frozen=True)
-class Trace:
+@dataclass(frozen=True, repr=False)
+class Trace(OneLine):
     """The states of one pass, all fp32."""
 
     states: list[Tensor]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from twoscale import exits
 from twoscale.config import ModelConfig
+from twoscale.config.show import OneLine
 from twoscale.engine import forward
 from twoscale.exits import Exit
 from twoscale.exits.logits import Reads
@@ -25,8 +26,8 @@ from twoscale.tradeoff.text import Text
 LOGITS = 1 << 25  # logits that are held at a time
 
 
-@dataclass(frozen=True)
-class Answers:
+@dataclass(frozen=True, repr=False)
+class Answers(OneLine):
     """Of every token: its loss, its steps, and the most likely next token."""
 
     losses: Tensor

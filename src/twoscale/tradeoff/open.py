@@ -17,7 +17,6 @@ from twoscale.model import LoopedGPT
 from twoscale.tradeoff.summary import CALIBRATION, read_calibration
 from twoscale.tradeoff.text import Role, Text, part
 from twoscale.train import checkpoint as ckpt
-from twoscale.train.run import find_data
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ def open_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = N
 
 def open_model(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> Opened:
     """The model of a run and the shards it was trained on, or others made with the same tokenizer."""
+    from twoscale.train.run import find_data  # with it comes torch.distributed, which loading a calibration does not need
+
     folder = ckpt.find_checkpoint(run, checkpoint)
     model, tokenizer = ckpt.load_model(folder)
     data = TokenData(find_data(run, data_dir), "val")
@@ -96,11 +97,23 @@ def chosen_exit(folder: Path, exit: str | None, loops: Any) -> tuple[Any, Any]:
 def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:
     """Rules and most loops that a run, or one checkpoint of it, was calibrated for."""
     run = path if (path / "checkpoints").is_dir() or path.parent.name != "checkpoints" else path.parent.parent
+    calibrated_exit(run)  # an error where there is none
     folder = path if (path / ckpt.MODEL).exists() else ckpt.find_checkpoint(path, None)
-    about = name_checkpoint(folder)
-    rules = calibrated_exit(run, about)
+    rules = calibrated_exit(run, name_checkpoint(folder))
     found = read_calibration(run / CALIBRATION)
     assert rules is not None and found is not None
     if isinstance(found["loops"], bool) or not isinstance(found["loops"], int):
         raise UserError(f"{run / CALIBRATION}: loops = {found['loops']!r} is no whole number: calibrate again")
     return rules, found["loops"]
+
+
+@dataclass
+class StoredCalibration:
+    """`calibration_for` one folder, read at the first call and kept: the weights are fingerprinted only where they are asked for."""
+
+    folder: Path
+    found: tuple[dict[int, exits.Rule], int] | None = None
+
+    def __call__(self) -> tuple[dict[int, exits.Rule], int]:
+        self.found = self.found or calibration_for(self.folder)
+        return self.found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.config.show import OneLine
 from twoscale.data import TokenData, held_out
 
 By = Literal["documents", "pieces", "windows"]
@@ -23,8 +24,8 @@ FEW = 8  # documents in a part; with fewer, pieces of them take their place
 PIECE = 2048  # tokens in a piece
 
 
-@dataclass(frozen=True)
-class Text:
+@dataclass(frozen=True, repr=False)
+class Text(OneLine):
     """Windows of held-out text."""
 
     ids: Tensor

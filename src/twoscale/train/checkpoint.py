@@ -23,15 +23,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from twoscale.config import ModelConfig, RunConfig, UserError
 from twoscale.config.files import make_folder, sync_folder, write_json
 from twoscale.config.run_file import CONFIG as CONFIG, load_config as load_config, save_config as save_config
 from twoscale.config.serial import from_dict, read_json, to_dict
 from twoscale.data import Tokenizer
-from twoscale.model import LoopedGPT
-from twoscale.train.parallel import place_like
+from twoscale.model import LoopedGPT, allocate
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
@@ -58,8 +56,13 @@ def name_of(step: int) -> str:
 
 def model_tensors(model: LoopedGPT) -> dict[str, Tensor]:
     """The weights as whole tensors, shared ones once. A collective call where they are sharded."""
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    whole = {n: p.full_tensor() if sharded(p) else p for n, p in model.named_parameters()}  # type: ignore[attr-defined]
     return {n: p.detach().cpu().contiguous() for n, p in whole.items()}
+
+
+def sharded(p: Tensor) -> bool:
+    """Whether this is a DTensor; asked by its method, because importing torch.distributed.tensor takes a second or two."""
+    return hasattr(p, "full_tensor")
 
 
 def save_checkpoint(
@@ -213,7 +216,12 @@ def load_weights(model: LoopedGPT, tensors: dict[str, Tensor], where: Path) -> N
     """Put whole tensors into the model."""
     check_shapes(model, {name: tuple(t.shape) for name, t in tensors.items()}, where)
     for name, p in model.named_parameters():
-        p.copy_(place_like(tensors[name].to(p.dtype), p))
+        tensor = tensors[name].to(p.dtype)
+        if sharded(p):
+            from twoscale.train.parallel import place_like
+
+            tensor = place_like(tensor, p)
+        p.copy_(tensor)
 
 
 def load_model(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
@@ -224,6 +232,5 @@ def load_model(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
     with torch.device("meta"):  # no memory is taken on the word of a config alone: first the file must hold these weights
         model = LoopedGPT(config, seed=None)
     check_shapes(model, _shapes(folder / MODEL), folder / MODEL)
-    model = model.to_empty(device="cpu")
-    load_weights(model, read_tensors(folder / MODEL), folder / MODEL)
+    load_weights(allocate(model), read_tensors(folder / MODEL), folder / MODEL)
     return model.eval(), Tokenizer.load(folder)

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from twoscale.config import RunConfig, UserError
+from twoscale.config import RunConfig, missing_package
 from twoscale.config.files import atomic_write
 from twoscale.config.serial import read_jsonl, to_dict
 
@@ -44,7 +44,7 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("tracker=tensorboard needs the package: pip install 'twoscale[track]'") from None
+            raise missing_package("tracker=tensorboard needs tensorboard", "track") from None
         self.writer = SummaryWriter(str(run / "tensorboard"))  # type: ignore[no-untyped-call]
 
     def write(self, record: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class _WandB:
         try:
             import wandb
         except ImportError:
-            raise UserError("tracker=wandb needs the package: pip install 'twoscale[track]'") from None
+            raise missing_package("tracker=wandb needs wandb", "track") from None
         self.run = wandb.init(project="twoscale", name=config.name, dir=str(run), config=to_dict(config))
 
     def write(self, record: dict[str, Any]) -> None:

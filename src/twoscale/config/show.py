@@ -1,0 +1,33 @@
+"""Values on one line: tensors and arrays by shape and dtype, long lists by their first entries and their length."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+FIRST = 3  # entries of a long list that are shown
+LONG = 12  # entries from which on a list is long
+WIDE = 60  # characters of a text
+
+
+class OneLine:
+    """Mixin for dataclasses (with repr=False): a repr of one line."""
+
+    def __repr__(self) -> str:
+        fields = (f for f in dataclasses.fields(self) if f.repr)  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={one_line(getattr(self, f.name))}' for f in fields)})"
+
+
+def one_line(value: Any) -> str:
+    """A short text without line breaks for a value."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, list | tuple):
+        shown = [one_line(v) for v in value[: FIRST if len(value) > LONG else None]]
+        if len(value) > LONG:
+            shown.append(f"... {len(value)} in all")
+        inside = ", ".join(shown)
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{one_line(k)}: {one_line(v)}" for k, v in list(value.items())[:LONG]) + ", ..." * (len(value) > LONG) + "}"
+    shown_text = " ".join(repr(value).split())
+    return shown_text if len(shown_text) <= WIDE else f"{shown_text[: WIDE - 4]} ..."
