@@ -13,7 +13,6 @@ import tyro
 from twoscale.cli.parse import parse
 from twoscale.config import DataConfig, UserError
 from twoscale.config.groups import Groups
-from twoscale.data.progress import DocumentLine
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,11 @@ class ConvertArgs:
 
 
 def run(args: list[str]) -> int:
+    given = parse(ConvertArgs, args, "twoscale convert")
+
+    from twoscale.data.progress import DocumentLine
     from twoscale.interop.convert import convert
 
-    given = parse(ConvertArgs, args, "twoscale convert")
     if given.data_dir is not None and given.data != ConvertArgs("", Path()).data:
         raise UserError("--data-dir names shards that are there: leave --data.* away")
     if given.inject != "concat" and not given.groups:

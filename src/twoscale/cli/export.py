@@ -29,8 +29,9 @@ class ExportArgs:
 
 
 def run(args: list[str]) -> int:
+    given = parse(ExportArgs, args, "twoscale export")
+
     from twoscale.interop.export import export
 
-    given = parse(ExportArgs, args, "twoscale export")
     print(export(given.run, given.out or given.run / "export", given.checkpoint, given.dtype, given.code))
     return 0

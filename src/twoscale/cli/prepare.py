@@ -11,7 +11,6 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import DataConfig
-from twoscale.data.progress import DocumentLine
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,11 @@ class PrepareArgs:
 
 
 def run(args: list[str]) -> int:
-    from twoscale.data import prepare
-
     parsed = parse(PrepareArgs, args, "twoscale prepare")
+
+    from twoscale.data import prepare
+    from twoscale.data.progress import DocumentLine
+
     with DocumentLine() as line:
         manifest = prepare(parsed.data, parsed.out, line)
     tokens, counts = manifest["tokens"], manifest["counts"]

@@ -26,9 +26,10 @@ class ReportArgs:
 
 
 def run(args: list[str]) -> int:
+    given = parse(ReportArgs, args, "twoscale report")
+
     from twoscale.report.page import write_report
 
-    given = parse(ReportArgs, args, "twoscale report")
     if not given.runs:
         raise UserError("name at least one run")
     print(write_report(*(as_run(run) for run in given.runs), out=given.out))

@@ -15,8 +15,6 @@ from twoscale.cli.runs import BUNDLED, as_run
 from twoscale.cli.train import TrainArgs, parse_train, train
 from twoscale.config import RunConfig, UserError
 from twoscale.config.serial import read_json
-from twoscale.report.verdict import recommend
-from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP, read_calibration, read_sweep
 
 EVALUATION = "evaluation.json"
 LOOPS = (1, 2, 4, 8, 12, 20, 30)
@@ -171,6 +169,7 @@ def _calibrate_stage(out: Path, effort: Effort) -> int:
     """Thresholds for each group; before the sweep, which then shows them beside everything else."""
     from twoscale.cli.calibrate import CalibrateArgs, calibrate_run, describe
     from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
+    from twoscale.tradeoff.summary import CALIBRATION, read_calibration
     from twoscale.train.checkpoint import find_checkpoint
 
     found = read_calibration(out / CALIBRATION)
@@ -193,6 +192,7 @@ def _sweep_stage(out: Path, effort: Effort) -> int:
 def _report_stage(runs: list[Path]) -> int:
     from twoscale.config.files import write_json
     from twoscale.report.page import write_report
+    from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP
 
     names = ("geometry.jsonl", EVALUATION, "trace/sequence.json", SWEEP, CALIBRATION, SAMPLES)
     made_from = [path for run in runs for name in names if (path := run / name).exists()]
@@ -208,6 +208,9 @@ def _report_stage(runs: list[Path]) -> int:
 
 
 def _print_table(run: Path) -> None:
+    from twoscale.report.verdict import recommend
+    from twoscale.tradeoff.summary import SWEEP, read_sweep
+
     result = read_json(run / EVALUATION)
     print(f"{run.name}: held-out cross-entropy, {result['tokens']:,} tokens, {result['checkpoint']}, trained with {result['optimizer']}")
     rows = [*result["cross_entropy_by_loops"].items(), *[("bigram", ce) for ce in [result["bigram_cross_entropy"]] if ce is not None]]

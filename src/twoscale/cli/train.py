@@ -16,7 +16,6 @@ import tyro
 
 from twoscale.cli.parse import chosen, parse, say
 from twoscale.config import RunConfig, UserError, presets
-from twoscale.data.progress import DocumentLine
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ def _like(preset: RunConfig, init: str) -> RunConfig:
 
 
 def train(args: TrainArgs) -> int:
+    from twoscale.data.progress import DocumentLine
     from twoscale.geometry.probe import probe_geometry
     from twoscale.interop import load
     from twoscale.train import Diverged, start_run
