@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    say(" ".join(text.split()))
+    say(" ".join(text.split()).encode("utf-8", "backslashreplace").decode())  # a name may hold half a character
 
 
 def usage() -> str:

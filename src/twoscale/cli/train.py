@@ -7,6 +7,7 @@ twoscale train --init runs/retrofit --data.source corpus/ --out runs/healed --tr
 torchrun --nproc-per-node=8 -m twoscale train --preset paper
 """
 
+import os
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,9 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
     preset = presets.get(chosen(args, "--preset", "tiny"))
     if init := chosen(args, "--init", ""):
         preset = _like(preset, init)
+    elif not chosen(args, "--resume", ""):
+        preset = _fit_vocabulary(preset, args)
+    preset = _fit_batch(_named(preset, args), args)
     parsed = parse(kind, args, prog, default=kind(config=preset))
     if parsed.resume is not None:
         if parsed.out is not None or parsed.init is not None:
@@ -56,6 +60,46 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
         if parsed.config != preset:
             raise UserError("--resume takes the settings of the run itself: leave the others away")
     return parsed
+
+
+def _named(preset: RunConfig, args: list[str]) -> RunConfig:
+    """The preset, called as the folder that --out names; a run that is there keeps its name."""
+    from twoscale.config.run_file import CONFIG, load_config
+
+    out = chosen(args, "--out", "")
+    if not out:
+        return preset
+    there = (Path(out) / CONFIG).is_file()
+    return replace(preset, name=load_config(Path(out)).name if there else Path(out).resolve().name or preset.name)
+
+
+def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
+    """The preset with the vocabulary that the data have, unless --model.vocab-size is given."""
+    if chosen(args, "--model.vocab-size", ""):
+        return preset
+    data, known = preset.data, 0
+    tokenizer, size = chosen(args, "--data.tokenizer", data.tokenizer), chosen(args, "--data.bpe-vocab", "")
+    if folder := chosen(args, "--data-dir", ""):
+        from twoscale.data.prepare import load_manifest, prepared_config
+
+        known, data = load_manifest(Path(folder))["vocab_size"], prepared_config(Path(folder))
+    elif "/" in tokenizer:
+        from twoscale.data import Tokenizer
+
+        known, data = Tokenizer.load(Path(tokenizer).expanduser()).vocab_size, replace(data, tokenizer=tokenizer)
+    else:
+        data = replace(data, tokenizer=tokenizer, bpe_vocab=int(size) if size.isascii() and size.isdigit() else data.bpe_vocab)
+    return replace(preset, data=data, model=replace(preset.model, vocab_size=max(known, data.vocab_size or 0)))
+
+
+def _fit_batch(preset: RunConfig, args: list[str]) -> RunConfig:
+    """The preset with a micro-batch that divides the batch that is asked for, unless one is given."""
+    size, micro = chosen(args, "--train.batch-size", ""), preset.train.micro_batch_size
+    if chosen(args, "--train.micro-batch-size", "") or micro is None or not (size.isascii() and size.isdigit() and int(size)):
+        return preset
+    share = max(1, int(size) // int(os.environ.get("WORLD_SIZE", "1")))
+    fits = max(n for n in range(1, min(micro, share) + 1) if share % n == 0)
+    return replace(preset, train=replace(preset.train, batch_size=int(size), micro_batch_size=fits))
 
 
 def _like(preset: RunConfig, init: str) -> RunConfig:

@@ -48,6 +48,8 @@ def _acquire(path: Path, folder: Path, name: str, wait: bool) -> int | None:
     while True:
         try:
             found = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{folder} is no folder: give a run") from None
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror or error}") from None
         try:

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from twoscale import __version__
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
-from twoscale.config.serial import read_json, read_jsonl, to_dict
+from twoscale.config.serial import read_json, read_jsonl, read_steps, to_dict
 from twoscale.geometry.probe import GEOMETRY, write_record
 from twoscale.report.verdict import recommend
 from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
-from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
+from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, EVALUATION, SWEEP, read_evaluation, read_sweep
 from twoscale.train import checkpoint as ckpt
 
 PREFIX = "model."
@@ -94,7 +94,7 @@ def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Dtype = "
         write_json(out / CALIBRATION, found | name_checkpoint(out))
         if (run / CONTROLLER).exists():
             shutil.copyfile(run / CONTROLLER, out / CONTROLLER)
-    if records := [r for r in read_jsonl(run / GEOMETRY) if r["step"] <= progress.step]:
+    if records := [r for r in read_steps(run / GEOMETRY) if r["step"] <= progress.step]:
         (out / GEOMETRY).unlink(missing_ok=True)
         for record in records:
             write_record(out, record)
@@ -126,9 +126,9 @@ def card(run: Path, folder: Path, config: RunConfig, parameters: int, code: bool
         ("training", f"{progress.step:,} steps, {progress.tokens:,} tokens, {t.optimizer}, seed {t.seed}"),
         ("validation loss", "not measured" if progress.val_loss is None else f"{progress.val_loss:.4f} nats a token"),
     ]
-    measured = read_json(run / "evaluation.json") if (run / "evaluation.json").exists() else {}
-    if measured.get("weights") == name_checkpoint(folder)["weights"]:
-        loops = measured.get("cross_entropy_by_loops", {})
+    measured = read_evaluation(run / EVALUATION)
+    if measured is not None and measured.get("weights") == name_checkpoint(folder)["weights"]:
+        loops = measured["cross_entropy_by_loops"]
         rows.append(("held-out loss by loops", ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     sweep = read_sweep(run / SWEEP)
