@@ -185,6 +185,8 @@ def test_one_document(tmp_path: Path) -> None:
         config(write(tmp_path / "two.txt", ["first " * 100 + "\n", "second " * 100 + "\n"]), val_fraction=0.001), tmp_path / "two"
     )
     assert [s["documents"] for s in manifest["shards"]] == [1, 1]
+    long = config(write(tmp_path / "long.txt", ["a long story. " * 200 + "\n"]), val_fraction=0.1, shard_tokens=1000)
+    assert prepare(long, tmp_path / "long")["tokens"] == {"train": 2522, "val": 280}, "also where it is longer than a shard"
 
 
 def test_limits(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -32,11 +33,12 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shards: Path) -> None:
     """Every command in README and docs is accepted, up to the point where the long work would begin."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("data/corpus", "data/fineweb", "corpus"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "corpus").mkdir()
+    for folder in ("data/corpus", "data/fineweb"):
+        shutil.copytree(shards, tmp_path / folder)
     started = []
     manifest = {"tokens": {"train": 1, "val": 1}, "counts": {"documents": 1, "empty": 0, "not_text": 0, "bad_utf8": 0}}
     monkeypatch.setattr("twoscale.data.prepare", lambda *a, **k: started.append(a) or manifest)

@@ -68,6 +68,7 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
     for name in args.rules:
         settings(name, args.taus)
     with open_world() as world, contextlib.ExitStack() as held:
+        opened = open_run(args.run, args.checkpoint, args.data_dir, world.device)
         problem = None
         if world.main:
             try:
@@ -75,7 +76,6 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
             except UserError as error:
                 problem = str(error)
         world.agree(problem)
-        opened = open_run(args.run, args.checkpoint, args.data_dir, world.device)
         text = opened.text("report", args.windows)
         calibrated = calibrated_exit(args.run, opened.about, must=False)
         learned = None

@@ -203,6 +203,9 @@ class _Writer:
         written = sum(h.tokens for h in self.headers.values() if h.split == "train")
         enough = self.config.max_tokens is not None and written >= self.config.max_tokens
         for index, text in [] if enough else self._encoded(documents):
+            if self.buffers["train"].tokens >= self.config.shard_tokens:  # not sooner: the last document may have to be held out
+                written += self.buffers["train"].tokens
+                self._flush()
             if text is not None:
                 ids, size = text
                 split = "val" if is_validation(self.config, index) else "train"
@@ -211,9 +214,6 @@ class _Writer:
             self.progress(self.consumed, written + self.buffers["train"].tokens, "encoding")
             if self.config.max_tokens is not None and written + self.buffers["train"].tokens >= self.config.max_tokens:
                 break
-            if self.buffers["train"].tokens >= self.config.shard_tokens:
-                written += self.buffers["train"].tokens
-                self._flush()
         self._hold_out_something()
         if any(buffer.tokens for buffer in self.buffers.values()):
             self._flush()

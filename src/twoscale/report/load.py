@@ -6,7 +6,7 @@ from typing import Any
 
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
-from twoscale.config.serial import read_json, read_steps
+from twoscale.config.serial import read_json, read_jsonl, read_steps
 from twoscale.tradeoff.summary import CALIBRATION, EVALUATION, SAMPLES, SWEEP, Sweep, read_calibration, read_evaluation, read_sweep
 
 
@@ -106,7 +106,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_geometry(path: Path) -> list[dict[str, Any]]:
     """The measurements of a geometry.jsonl, a file that is only ever written whole."""
-    records = read_steps(path)
+    records = read_jsonl(path)
     if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
         raise UserError(f"{path}: its last line is cut off: remove the line or measure again")
     if not all(_is_measurement(record) for record in records):
@@ -117,7 +117,7 @@ def read_geometry(path: Path) -> list[dict[str, Any]]:
 def _is_measurement(record: dict[str, Any]) -> bool:
     groups, boundaries = record.get("groups"), record.get("boundaries")
     return (
-        isinstance(record.get("tokens"), int)
+        all(type(record.get(key)) is int for key in ("step", "tokens"))
         and isinstance(groups, list)
         and isinstance(boundaries, list)
         and all(isinstance(group, dict) and _is_group(group) for group in groups)
