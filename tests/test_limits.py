@@ -279,6 +279,8 @@ def test_a_swapped_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 A = {"type": "Replace", "pattern": {"String": "a"}}
 OPEN = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+EOT = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+EOTS = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}}
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "long replacement": (
         {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000}},
@@ -290,6 +292,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "between all characters": ({"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "b" * 99}}, "100 characters"),
     "long decoder": ({"decoder": A | {"content": "b" * 1000}}, "decoder"),
+    "many added tokens": (
+        {"post_processor": {"type": "TemplateProcessing", "single": [EOT] * 99, "pair": [SEQUENCE], "special_tokens": EOTS}},
+        "post_processor adds 99 tokens",
+    ),
     "bad expression": (
         {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
         "readable",

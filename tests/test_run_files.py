@@ -1,5 +1,6 @@
 """What a run folder may hold after a full disk, an editor or a stranger: one clear line, and the last checkpoint stays usable."""
 
+import io
 import json
 import os
 import shutil
@@ -142,6 +143,8 @@ MANIFESTS: list[Callable[[dict[str, Any]], Any]] = [
     lambda m: m | {"vocab_size": "257"},
     lambda m: m | {"tokenizer": None},
     lambda m: m | {"counts": []},
+    lambda m: m | {"tokens": {"train": "1"}},
+    lambda m: m | {"skipped": {".rst": 5}},
 ]
 
 
@@ -226,6 +229,13 @@ def test_prompts_that_are_no_text(prompt: str, loaded: tuple[Any, Tokenizer], tr
     assert code == 2 and is_one_line(err) and "not UTF-8 at character" in err and not out
     with pytest.raises(UserError, match="not UTF-8"):
         loaded[1].encode_batch(["fine", prompt])
+
+
+def test_prompt_from_a_pipe(trained: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt on stdin that is not UTF-8 is refused with the place where it goes wrong."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    code, _, err = cli("generate", trained, "-")
+    assert code == 2 and is_one_line(err) and "not UTF-8 at byte 4" in err
 
 
 def test_vocabulary_follows_the_data(tmp_path: Path, corpus: Path, shards: Path, cli: CommandLine) -> None:

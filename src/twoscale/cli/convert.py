@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from twoscale.cli.parse import parse
+from twoscale.cli.parse import parse, say
 from twoscale.config import DataConfig, UserError
 from twoscale.config.groups import Groups
 
@@ -39,6 +39,7 @@ class ConvertArgs:
 def run(args: list[str]) -> int:
     given = parse(ConvertArgs, args, "twoscale convert")
 
+    from twoscale.data.prepare import describe_skipped, load_manifest
     from twoscale.data.progress import DocumentLine
     from twoscale.interop.convert import convert
 
@@ -54,5 +55,7 @@ def run(args: list[str]) -> int:
             data=given.data, data_dir=given.data_dir,
             progress=line,
         )  # fmt: skip
+    if given.data_dir is None and (skipped := describe_skipped(load_manifest(made / "data"))) is not None:
+        say(skipped)
     print(made)
     return 0

@@ -55,7 +55,8 @@ def expansion(settings: dict[str, Any]) -> int:
         elif kind == "Prepend":
             factor *= max(1, len(str(step.get("prepend", ""))))
         elif kind == "Precompiled":
-            factor *= max(1, _longest_replacement(str(step.get("precompiled_charsmap") or "")) // MAX_EXPANSION)
+            longest = _longest_replacement(str(step.get("precompiled_charsmap") or ""))
+            factor *= longest if longest > MAX_EXPANSION else 1  # Unicode's own forms reach 33 bytes, for very few characters
     return factor
 
 

@@ -101,11 +101,19 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     wanted = {"shards": list, "tokenizer": str, "vocab_size": int, "tokens": dict, "counts": dict}
     if not isinstance(manifest, dict) or any(not isinstance(manifest.get(key), kind) for key, kind in wanted.items()):
         raise UserError(f"{folder / MANIFEST} lacks one of {', '.join(wanted)}, or has it in another type: prepare the data again")
+    skipped = manifest.get("skipped", {})
+    pairs = list(skipped.values()) if isinstance(skipped, dict) else [None]
+    if any(type(manifest["tokens"].get(split)) is not int for split in ("train", "val")) or not all(_is_pair(pair) for pair in pairs):
+        raise UserError(f"{folder / MANIFEST} has tokens or skipped files that are no numbers: prepare the data again")
     for entry in manifest["shards"]:
         fields = [entry.get(key) for key in ("file", "split", "tokens")] if isinstance(entry, dict) else []
         if [type(value) for value in fields] != [str, str, int] or not _is_file_name(entry["file"]):
             raise UserError(f"{folder / MANIFEST} has a shard without file, split or tokens: prepare the data again")
     return manifest
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and [type(number) for number in value] == [int, int]
 
 
 def _is_file_name(name: str) -> bool:
@@ -115,7 +123,7 @@ def _is_file_name(name: str) -> bool:
 def describe_skipped(manifest: dict[str, Any]) -> str | None:
     """One line on the files of a folder that were left out because of their endings; None where there were none."""
     skipped = manifest.get("skipped")
-    if not skipped:
+    if not isinstance(skipped, dict) or not skipped:
         return None
     endings = ", ".join(f"{count} {ending} ({size:,} bytes)" for ending, (count, size) in sorted(skipped.items()))
     total = [sum(entry[i] for entry in skipped.values()) for i in (0, 1)]
