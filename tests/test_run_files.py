@@ -1,5 +1,6 @@
 """What a run folder may hold after a full disk, an editor or a stranger: one clear line, and the last checkpoint stays usable."""
 
+import dataclasses
 import io
 import json
 import os
@@ -250,11 +251,16 @@ def test_vocabulary_follows_the_data(tmp_path: Path, corpus: Path, shards: Path,
     assert config("--preset", "tiny", "--data.tokenizer", shards).model.vocab_size == 257
     assert config("--preset", "small").model.vocab_size == 4096 and config("--preset", "paper").model.vocab_size == 50257
     assert config("--preset", "small", "--data-dir", shards, "--model.vocab-size", 5000).model.vocab_size == 5000
+    assert config("--preset", "small", "--data-dir", shards, "--model.vocab-size", 300).model.vocab_size == 300
     data = tmp_path / "data"
     assert cli("prepare", "--source", corpus, "--tokenizer", "bpe", "--bpe-vocab", 300, "--out", data)[0] == 0
     words = ("train", "--preset", "nano", "--data-dir", data, "--out", tmp_path / "mine", "--train.steps", 4)
     assert cli(*words)[0] == 0 and ckpt.load_config(tmp_path / "mine").model.vocab_size == 300
     assert cli(*words)[0] == 0, "the same command goes on"
+    larger = dataclasses.replace(nano_run(steps=4), model=dataclasses.replace(nano_run().model, vocab_size=400))
+    start_run(larger, tmp_path / "larger", shards)
+    words = ("train", "--preset", "nano", "--data-dir", shards, "--out", tmp_path / "larger", "--train.steps", 4)
+    assert cli(*words)[0] == 0, "so does a run that was given a larger vocabulary"
 
 
 def test_names_and_batches(tmp_path: Path, trained: Path) -> None:
@@ -268,6 +274,10 @@ def test_names_and_batches(tmp_path: Path, trained: Path) -> None:
     assert config("--out", trained).name == "nano"
     sizes = {4: 4, 12: 6, 7: 7, 16: 8, 11: 1}
     assert {n: config("--train.batch-size", n).train.micro_batch_size for n in sizes} == sizes
+    with pytest.raises(UserError, match="settings of the run itself"):
+        config("--resume", trained, "--train.batch-size", 4, "--train.micro-batch-size", 2)
+    with pytest.raises(UserError, match="leave the others away"):
+        parse_train(["--preset", "nano", "--resume", str(trained), "--train.batch-size", "4"], "twoscale train", TrainArgs)
     with pytest.raises(UserError, match="micro_batch_size = 8"):
         config("--train.batch-size", 4, "--train.micro-batch-size", 8)
 

@@ -52,7 +52,8 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
         preset = _like(preset, init)
     elif not chosen(args, "--resume", ""):
         preset = _fit_vocabulary(preset, args)
-    preset = _fit_batch(_named(preset, args), args)
+    if not chosen(args, "--resume", ""):
+        preset = _fit_batch(_named(preset, args), args)
     parsed = parse(kind, args, prog, default=kind(config=preset))
     if parsed.resume is not None:
         if parsed.out is not None or parsed.init is not None:
@@ -64,19 +65,23 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
 
 def _named(preset: RunConfig, args: list[str]) -> RunConfig:
     """The preset, called as the folder that --out names; a run that is there keeps its name."""
-    from twoscale.config.run_file import CONFIG, load_config
-
     out = chosen(args, "--out", "")
     if not out:
         return preset
-    there = (Path(out) / CONFIG).is_file()
-    return replace(preset, name=load_config(Path(out)).name if there else Path(out).resolve().name or preset.name)
+    there = _run_in(out)
+    return replace(preset, name=there.name if there is not None else Path(out).resolve().name or preset.name)
+
+
+def _run_in(out: str) -> RunConfig | None:
+    """The settings of the run that a folder holds."""
+    from twoscale.config.run_file import CONFIG, load_config
+
+    return load_config(Path(out)) if (Path(out) / CONFIG).is_file() and (Path(out) / "checkpoints").is_dir() else None
 
 
 def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
-    """The preset with the vocabulary that the data have, unless --model.vocab-size is given."""
-    if chosen(args, "--model.vocab-size", ""):
-        return preset
+    """The preset with the vocabulary that the data have, or the run that is there; --model.vocab-size still comes before it."""
+    there = _run_in(chosen(args, "--out", f"runs/{chosen(args, '--name', preset.name)}"))
     data, known = preset.data, 0
     tokenizer, size = chosen(args, "--data.tokenizer", data.tokenizer), chosen(args, "--data.bpe-vocab", "")
     if folder := chosen(args, "--data-dir", ""):
@@ -89,7 +94,8 @@ def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
         known, data = Tokenizer.load(Path(tokenizer).expanduser()).vocab_size, replace(data, tokenizer=tokenizer)
     else:
         data = replace(data, tokenizer=tokenizer, bpe_vocab=int(size) if size.isascii() and size.isdigit() else data.bpe_vocab)
-    return replace(preset, data=data, model=replace(preset.model, vocab_size=max(known, data.vocab_size or 0)))
+    size_there = 0 if there is None else there.model.vocab_size
+    return replace(preset, data=data, model=replace(preset.model, vocab_size=max(known, data.vocab_size or 0, size_there)))
 
 
 def _fit_batch(preset: RunConfig, args: list[str]) -> RunConfig:
