@@ -19,7 +19,7 @@ from conftest import SHARED, write_corpus
 from twoscale.config import DataConfig, UserError
 from twoscale.data import Batches, TokenData, Tokenizer, held_out, load_manifest, prepare
 from twoscale.data.builtin import builtin_documents
-from twoscale.data.shards import open_shard, write_shard
+from twoscale.data.shards import Shard, write_shard
 from twoscale.data.tokenizer import byte_tokenizer, gpt2_from_merges, gpt2_tokenizer, train_bpe
 
 TEXTS = [f"Document number {i}: the state moves, then it settles. Señor, ça va? 中文 🙂\n" * (3 + i % 5) for i in range(30)]
@@ -185,6 +185,8 @@ def test_one_document(tmp_path: Path) -> None:
         config(write(tmp_path / "two.txt", ["first " * 100 + "\n", "second " * 100 + "\n"]), val_fraction=0.001), tmp_path / "two"
     )
     assert [s["documents"] for s in manifest["shards"]] == [1, 1]
+    long = config(write(tmp_path / "long.txt", ["a long story. " * 200 + "\n"]), val_fraction=0.1, shard_tokens=1000)
+    assert prepare(long, tmp_path / "long")["tokens"] == {"train": 2522, "val": 280}, "also where it is longer than a shard"
 
 
 def test_limits(tmp_path: Path) -> None:
@@ -199,13 +201,13 @@ def test_damaged_shards(tmp_path: Path) -> None:
     """A truncated, altered or foreign shard is recognised."""
     path = tmp_path / "x.bin"
     write_shard(path, np.arange(1000, dtype=np.uint16), "train", 1, 1, 1000)
-    header, tokens = open_shard(path)
-    assert header.tokens == 1000 and tokens[-1] == 999
+    shard = Shard(path).check()
+    assert shard.header.tokens == len(shard) == 1000 and shard.read(999, 5).tolist() == [999]
     body = path.read_bytes()
     for damage, word in ((body[:-5], "bytes"), (body[:-1] + b"\x00", "checksum"), (body[:30], "header"), (b"x" * 99, "no token shard")):
         path.write_bytes(damage)
         with pytest.raises(UserError, match=word):
-            open_shard(path)
+            Shard(path).check()
 
 
 def test_tokenizers() -> None:

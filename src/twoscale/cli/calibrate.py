@@ -13,6 +13,7 @@ import tyro
 from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import on_run
 from twoscale.config import UserError
+from twoscale.config.lock import lock
 from twoscale.report.words import calibration_sentences
 
 
@@ -67,12 +68,13 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
         rule = exits.parse(f"{args.rule}:0.01" if needs_value else args.rule)
     opened = open_run(args.run, args.checkpoint, args.data_dir)
     texts = Texts(opened.text("fit", max(1, args.windows // 3)), opened.text("certify", args.windows), opened.text("report", args.windows))
-    if kind is exits.Learned:
-        say("the controller is read or trained")
-        rule = controller(args.run, opened, args.loops)
-    known = opened.about | {"windows": args.windows, "source": opened.source}
-    result = known | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
-    write_json(args.run / CALIBRATION, result)
+    with lock(args.run, "calibrate"):
+        if kind is exits.Learned:
+            say("the controller is read or trained")
+            rule = controller(args.run, opened, args.loops)
+        known = opened.about | {"windows": args.windows, "source": opened.source}
+        result = known | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
+        write_json(args.run / CALIBRATION, result)
     return result
 
 

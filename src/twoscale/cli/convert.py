@@ -10,10 +10,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from twoscale.cli.parse import parse
+from twoscale.cli.parse import parse, say
 from twoscale.config import DataConfig, UserError
 from twoscale.config.groups import Groups
-from twoscale.data.progress import DocumentLine
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,12 @@ class ConvertArgs:
 
 
 def run(args: list[str]) -> int:
+    given = parse(ConvertArgs, args, "twoscale convert")
+
+    from twoscale.data.prepare import describe_skipped, load_manifest
+    from twoscale.data.progress import DocumentLine
     from twoscale.interop.convert import convert
 
-    given = parse(ConvertArgs, args, "twoscale convert")
     if given.data_dir is not None and given.data != ConvertArgs("", Path()).data:
         raise UserError("--data-dir names shards that are there: leave --data.* away")
     if given.inject != "concat" and not given.groups:
@@ -53,5 +55,7 @@ def run(args: list[str]) -> int:
             data=given.data, data_dir=given.data_dir,
             progress=line,
         )  # fmt: skip
+    if given.data_dir is None and (skipped := describe_skipped(load_manifest(made / "data"))) is not None:
+        say(skipped)
     print(made)
     return 0

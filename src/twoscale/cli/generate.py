@@ -65,7 +65,11 @@ def run(args: list[str]) -> int:
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     c = model.config
-    ids = tokenizer.encode(sys.stdin.read() if given.prompt == "-" else given.prompt)
+    try:
+        prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
+    except UnicodeDecodeError as error:
+        raise UserError(f"the prompt on stdin is not UTF-8 at byte {error.start + 1}: give it as UTF-8") from None
+    ids = tokenizer.encode(prompt)
     if not ids:
         raise UserError("the prompt is empty: give at least one character")
     if len(ids) > c.block_size:

@@ -66,7 +66,7 @@ def _unknown(command: str) -> str:
 
 
 def _complain(text: str) -> None:
-    say(" ".join(text.split()))
+    say(" ".join(text.split()).encode("utf-8", "backslashreplace").decode())  # a name may hold half a character
 
 
 def usage() -> str:

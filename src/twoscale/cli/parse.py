@@ -45,13 +45,13 @@ def one_line(boxed: str) -> str:
 
 
 def chosen(args: Sequence[str], flag: str, otherwise: str) -> str:
-    """The value of one flag, looked up before the rest is parsed."""
+    """The value of one flag, looked up before the rest is parsed; given twice, the last one counts, as for the parser."""
+    found = otherwise
     for i, word in enumerate(args):
-        if word == flag and i + 1 < len(args):
-            return args[i + 1]
-        if word.startswith(flag + "="):
-            return word.split("=", 1)[1]
-    return otherwise
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag and (equals or i + 1 < len(args)):
+            found = value if equals else args[i + 1]
+    return found
 
 
 def say(*words: object) -> None:

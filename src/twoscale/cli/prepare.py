@@ -11,7 +11,6 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import DataConfig
-from twoscale.data.progress import DocumentLine
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,12 @@ class PrepareArgs:
 
 
 def run(args: list[str]) -> int:
-    from twoscale.data import prepare
-
     parsed = parse(PrepareArgs, args, "twoscale prepare")
+
+    from twoscale.data import prepare
+    from twoscale.data.prepare import describe_skipped
+    from twoscale.data.progress import DocumentLine
+
     with DocumentLine() as line:
         manifest = prepare(parsed.data, parsed.out, line)
     tokens, counts = manifest["tokens"], manifest["counts"]
@@ -34,4 +36,6 @@ def run(args: list[str]) -> int:
         f"{parsed.out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {counts['documents']:,} documents "
         f"({counts['empty']} empty and {counts['not_text']} without text left out, {counts['bad_utf8']} with bad UTF-8 mended)"
     )
+    if (skipped := describe_skipped(manifest)) is not None:
+        say(skipped)
     return 0

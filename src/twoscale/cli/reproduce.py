@@ -16,11 +16,7 @@ from twoscale.cli.train import TrainArgs, parse_train, train
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
 from twoscale.config.serial import read_json
-from twoscale.report.verdict import recommend
-from twoscale.report.words import evaluation_text
-from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP, read_calibration, read_sweep
 
-EVALUATION = "evaluation.json"
 LOOPS = (1, 2, 4, 8, 12, 20, 30)
 
 
@@ -126,14 +122,15 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     from twoscale.tradeoff.answers import answers
     from twoscale.tradeoff.bigram import bigram_cross_entropy
     from twoscale.tradeoff.open import open_model
+    from twoscale.tradeoff.summary import EVALUATION, read_evaluation
     from twoscale.tradeoff.text import spread
 
     opened = open_model(out)
     config: RunConfig = opened.config
     windows = min(effort.evaluation_windows, config.train.eval_sequences)
     asked = {**opened.about, "windows": windows}
-    old = read_json(out / EVALUATION) if (out / EVALUATION).exists() else {}
-    if all(old.get(key) == value for key, value in asked.items()):
+    old = read_evaluation(out / EVALUATION)
+    if old is not None and all(old.get(key) == value for key, value in asked.items()):
         say("already evaluated")
         return 0
     text = spread(opened.data, config.model.block_size, windows)
@@ -159,12 +156,12 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
 def _trace_stage(out: Path) -> int:
     """The last checkpoint in full; the ones before it were measured while training."""
     from twoscale.cli.trace import TraceArgs, trace_run
-    from twoscale.config.serial import read_jsonl
     from twoscale.geometry.probe import GEOMETRY, SEQUENCE
+    from twoscale.report.load import read_geometry
     from twoscale.train.checkpoint import find_checkpoint, read_progress
 
-    records = [r for r in read_jsonl(out / GEOMETRY) if r["step"] == read_progress(find_checkpoint(out, None)).step]
-    if (out / SEQUENCE).exists() and records and "limit" in records[0]["groups"][0]:
+    records = [r for r in read_geometry(out / GEOMETRY) if r["step"] == read_progress(find_checkpoint(out, None)).step]
+    if (out / SEQUENCE).exists() and records and all("limit" in group for group in records[0]["groups"]):
         say("already traced")
         return 0
     trace_run(TraceArgs(run=out))
@@ -175,6 +172,7 @@ def _calibrate_stage(out: Path, effort: Effort) -> int:
     """Thresholds for each group; before the sweep, which then shows them beside everything else."""
     from twoscale.cli.calibrate import CalibrateArgs, calibrate_run, describe
     from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
+    from twoscale.tradeoff.summary import CALIBRATION, read_calibration
     from twoscale.train.checkpoint import find_checkpoint
 
     found = read_calibration(out / CALIBRATION)
@@ -197,6 +195,7 @@ def _sweep_stage(out: Path, effort: Effort) -> int:
 def _report_stage(runs: list[Path]) -> int:
     from twoscale.config.files import write_json
     from twoscale.report.page import write_report
+    from twoscale.tradeoff.summary import CALIBRATION, EVALUATION, SAMPLES, SWEEP
 
     names = ("geometry.jsonl", EVALUATION, "trace/sequence.json", SWEEP, CALIBRATION, SAMPLES)
     made_from = [path for run in runs for name in names if (path := run / name).exists()]
@@ -212,7 +211,12 @@ def _report_stage(runs: list[Path]) -> int:
 
 
 def _print_table(run: Path) -> None:
-    result = read_json(run / EVALUATION)
+    from twoscale.report.verdict import recommend
+    from twoscale.report.words import evaluation_text
+    from twoscale.tradeoff.summary import EVALUATION, SWEEP, read_evaluation, read_sweep
+
+    result = read_evaluation(run / EVALUATION)
+    assert result is not None
     print(f"{run.name}: cross-entropy on {evaluation_text(result)}; {result['checkpoint']}, trained with {result['optimizer']}")
     rows = [*result["cross_entropy_by_loops"].items(), *[("bigram", ce) for ce in [result["bigram_cross_entropy"]] if ce is not None]]
     print(f"{'loops':>8}  nats a token")

@@ -4,6 +4,7 @@ twoscale sweep runs/tiny
 torchrun --nproc-per-node 8 -m twoscale sweep runs/paper --rules step-norm kl acceleration entropy
 """
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ import tyro
 from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import on_run
 from twoscale.config import UserError
+from twoscale.config.lock import lock
 from twoscale.report.words import default_depth, signed, sweep_text
 
 if TYPE_CHECKING:
@@ -66,11 +68,18 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
         raise UserError("--taus are numbers of at least 0")
     for name in args.rules:
         settings(name, args.taus)
-    with open_world() as world:
+    with open_world() as world, contextlib.ExitStack() as held:
         opened = open_run(args.run, args.checkpoint, args.data_dir, world.device)
+        problem = None
+        if world.main:
+            try:
+                held.enter_context(lock(args.run, "sweep"))
+            except UserError as error:
+                problem = str(error)
+        world.agree(problem)
         text = opened.text("report", args.windows)
         calibrated = calibrated_exit(args.run, opened.about, must=False)
-        learned, problem = None, None
+        learned = None
         if args.controller:
             if world.main:
                 try:
@@ -104,7 +113,7 @@ def _samples(run: Path, opened: "Opened", found: "Sweep", calibrated: Any) -> No
     spelt = f"calibrated: {', '.join(exits.spell(calibrated[g]) for g in sorted(calibrated))}" if calibrated else ""
     exit, words = (calibrated, spelt) if calibrated else (point["id"], point["id"]) if point else (None, "none, all loops")
     old = read_json(run / SAMPLES) if (run / SAMPLES).exists() else {}
-    if any(old.get(key) != value for key, value in {**opened.about, "rule": words, "loops": loops}.items()):
+    if not isinstance(old, dict) or any(old.get(key) != value for key, value in {**opened.about, "rule": words, "loops": loops}.items()):
         write_samples(run, opened, exit, words, loops)
 
 

@@ -13,6 +13,7 @@ import tyro
 from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import on_run
 from twoscale.config import UserError
+from twoscale.config.lock import lock
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ def trace_run(args: TraceArgs) -> None:
     folders = list_checkpoints(args.run / "checkpoints") if args.all else []
     folders = folders or [find_checkpoint(args.run, args.checkpoint)]
     data = find_data(args.run, args.data_dir)
-    for i, folder in enumerate(folders, start=1):
-        record = measure_checkpoint(args.run, folder, data, args.loops, args.sequences, args.limit_loops)
-        shares = ", ".join(f"{g['name']} {g['verdict']}" for g in record["groups"])
-        say(f"{i}/{len(folders)} {folder.name}: {record['tokens']} tokens in {record['seconds']:.1f} s; groups {shares}")
-    trace_sequence(args.run, folders[-1], data, args.loops)
+    with lock(args.run, "trace"):
+        for i, folder in enumerate(folders, start=1):
+            record = measure_checkpoint(args.run, folder, data, args.loops, args.sequences, args.limit_loops)
+            shares = ", ".join(f"{g['name']} {g['verdict']}" for g in record["groups"])
+            say(f"{i}/{len(folders)} {folder.name}: {record['tokens']} tokens in {record['seconds']:.1f} s; groups {shares}")
+        trace_sequence(args.run, folders[-1], data, args.loops)

@@ -7,6 +7,7 @@ twoscale train --init runs/retrofit --data.source corpus/ --out runs/healed --tr
 torchrun --nproc-per-node=8 -m twoscale train --preset paper
 """
 
+import os
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,6 @@ import tyro
 
 from twoscale.cli.parse import chosen, parse, say
 from twoscale.config import RunConfig, UserError, presets
-from twoscale.data.progress import DocumentLine
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
     preset = presets.get(chosen(args, "--preset", "tiny"))
     if init := chosen(args, "--init", ""):
         preset = _like(preset, init)
+    elif not chosen(args, "--resume", ""):
+        preset = _fit_vocabulary(preset, args)
+    if not chosen(args, "--resume", ""):
+        preset = _fit_batch(_named(preset, args), args)
     parsed = parse(kind, args, prog, default=kind(config=preset))
     if parsed.resume is not None:
         if parsed.out is not None or parsed.init is not None:
@@ -57,6 +61,51 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
         if parsed.config != preset:
             raise UserError("--resume takes the settings of the run itself: leave the others away")
     return parsed
+
+
+def _named(preset: RunConfig, args: list[str]) -> RunConfig:
+    """The preset, called as the folder that --out names; a run that is there keeps its name."""
+    out = chosen(args, "--out", "")
+    if not out:
+        return preset
+    there = _run_in(out)
+    return replace(preset, name=there.name if there is not None else Path(out).resolve().name or preset.name)
+
+
+def _run_in(out: str) -> RunConfig | None:
+    """The settings of the run that a folder holds."""
+    from twoscale.config.run_file import CONFIG, load_config
+
+    return load_config(Path(out)) if (Path(out) / CONFIG).is_file() and (Path(out) / "checkpoints").is_dir() else None
+
+
+def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
+    """The preset with the vocabulary that the data have, or the run that is there; --model.vocab-size still comes before it."""
+    there = _run_in(chosen(args, "--out", f"runs/{chosen(args, '--name', preset.name)}"))
+    data, known = preset.data, 0
+    tokenizer, size = chosen(args, "--data.tokenizer", data.tokenizer), chosen(args, "--data.bpe-vocab", "")
+    if folder := chosen(args, "--data-dir", ""):
+        from twoscale.data.prepare import load_manifest, prepared_config
+
+        known, data = load_manifest(Path(folder))["vocab_size"], prepared_config(Path(folder))
+    elif "/" in tokenizer:
+        from twoscale.data import Tokenizer
+
+        known, data = Tokenizer.load(Path(tokenizer).expanduser()).vocab_size, replace(data, tokenizer=tokenizer)
+    else:
+        data = replace(data, tokenizer=tokenizer, bpe_vocab=int(size) if size.isascii() and size.isdigit() else data.bpe_vocab)
+    size_there = 0 if there is None else there.model.vocab_size
+    return replace(preset, data=data, model=replace(preset.model, vocab_size=max(known, data.vocab_size or 0, size_there)))
+
+
+def _fit_batch(preset: RunConfig, args: list[str]) -> RunConfig:
+    """The preset with a micro-batch that divides the batch that is asked for, unless one is given."""
+    size, micro = chosen(args, "--train.batch-size", ""), preset.train.micro_batch_size
+    if chosen(args, "--train.micro-batch-size", "") or micro is None or not (size.isascii() and size.isdigit() and int(size)):
+        return preset
+    share = max(1, int(size) // int(os.environ.get("WORLD_SIZE", "1")))
+    fits = max(n for n in range(1, min(micro, share) + 1) if share % n == 0)
+    return replace(preset, train=replace(preset.train, batch_size=int(size), micro_batch_size=fits))
 
 
 def _like(preset: RunConfig, init: str) -> RunConfig:
@@ -70,6 +119,7 @@ def _like(preset: RunConfig, init: str) -> RunConfig:
 
 
 def train(args: TrainArgs) -> int:
+    from twoscale.data.progress import DocumentLine
     from twoscale.geometry.probe import probe_geometry
     from twoscale.interop import load
     from twoscale.train import Diverged, start_run

@@ -13,7 +13,7 @@ class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
     source: str = "builtin"
-    """`builtin` (English that ships with Python), a .txt/.jsonl/.parquet file (.gz and .xz too), a folder of those, or hf:OWNER/NAME."""
+    """`builtin` (English that ships with Python), a .txt/.md/.jsonl/.parquet file (or .gz, .xz), a folder of those, or hf:OWNER/NAME."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe` (trained on the corpus), `gpt2` (the extra twoscale[gpt2]), or a folder with the tokenizer.json of another model."""
     bpe_vocab: int = 4096
@@ -28,6 +28,8 @@ class DataConfig:
     """Stop after so many documents."""
     max_tokens: int | None = None
     """Stop after so many training tokens."""
+    max_document_mb: int = 256
+    """Refuse a longer document, in megabytes of text (a line of .jsonl: an eighth of it); each byte takes about 8 bytes of memory."""
     shard_tokens: int = 50_000_000
     """Training tokens in one shard file; a killed `prepare` goes on from the last whole shard."""
     seed: int = 0
@@ -39,6 +41,7 @@ class DataConfig:
         _range("bpe_vocab", self.bpe_vocab, 257, 1_000_000)
         _range("val_fraction", self.val_fraction, 0.0001, 0.5)
         _range("shard_tokens", self.shard_tokens, 1000, 2**33)
+        _range("max_document_mb", self.max_document_mb, 1, 2**20)
         for name in ("max_documents", "max_tokens"):
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**60)

@@ -34,6 +34,8 @@ def from_dict(kind: type[T], values: Any, where: str = "config") -> T:
 
 def read_json(path: Path) -> Any:
     """Parsed JSON, or a UserError that names the file."""
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
+        raise UserError(f"{path} is no regular file")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -43,13 +45,37 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; a last line that a kill cut short is left out."""
+    """The objects of a JSON-lines file, none where it does not exist; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    if not path.is_file():
+        raise UserError(f"{path} is no regular file")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):  # it has no line end: the process that wrote it was killed
+                break
+            raise UserError(f"{path}, line {number} is not JSON ({error}): remove the line, or move the file away") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number} holds {type(record).__name__}, not an object: remove the line, or move the file away")
+        records.append(record)
+    return records
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file of which each has the number of a `step`, as metrics.jsonl and geometry.jsonl have."""
+    records = read_jsonl(path)
+    for record in records:
+        if type(record.get("step")) is not int:
+            raise UserError(f"{path}: a line has step = {record.get('step')!r}, no whole number: remove the line, or move the file away")
     return records
 
 

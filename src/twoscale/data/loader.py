@@ -10,7 +10,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.data.prepare import load_manifest
-from twoscale.data.shards import open_shard
+from twoscale.data.shards import Shard
 
 
 class TokenData:
@@ -19,15 +19,13 @@ class TokenData:
     def __init__(self, folder: Path, split: str) -> None:
         manifest = load_manifest(folder)
         self.folder, self.split = folder, split
-        self.shards = []
+        self.shards: list[Shard] = []
         for entry in manifest["shards"]:
-            if not isinstance(entry, dict) or not {"file", "split", "tokens"} <= set(entry):
-                raise UserError(f"the manifest of {folder} has a shard without file, split or tokens: prepare the data again")
             if entry["split"] == split and entry["tokens"]:
-                header, tokens = open_shard(folder / Path(entry["file"]).name)
-                if header.split != split or header.tokens != entry["tokens"]:
+                shard = Shard(folder / Path(entry["file"]).name).check()
+                if shard.header.split != split or shard.header.tokens != entry["tokens"]:
                     raise UserError(f"{folder / entry['file']} is not the shard that the manifest names: prepare the data again")
-                self.shards.append(tokens)
+                self.shards.append(shard)
         self.ends = np.cumsum([len(s) for s in self.shards])
         self.vocab_size: int = manifest["vocab_size"]
         self.tokenizer: str = manifest["tokenizer"]
@@ -42,7 +40,7 @@ class TokenData:
         shard = int(np.searchsorted(self.ends, start, side="right"))
         while n > 0:
             offset = start - (int(self.ends[shard - 1]) if shard else 0)
-            part = np.asarray(self.shards[shard][offset : offset + n])
+            part = self.shards[shard].read(offset, n)
             parts.append(part)
             start, n, shard = start + len(part), n - len(part), shard + 1
         return np.concatenate(parts)

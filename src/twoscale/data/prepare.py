@@ -8,7 +8,7 @@ is not finished.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ import numpy as np
 
 from twoscale.config import DataConfig, UserError
 from twoscale.config.files import make_folder, write_json
+from twoscale.config.lock import is_lock, lock
 from twoscale.config.serial import from_dict, read_json, to_dict
-from twoscale.data.shards import ShardHeader, open_shard, token_dtype, write_shard
-from twoscale.data.sources import Documents
+from twoscale.data.encode import BATCH, DocumentEncoder, pieces
+from twoscale.data.shards import Shard, ShardHeader, token_dtype, write_shard
+from twoscale.data.sources import SUFFIXES, Documents
 from twoscale.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 
 MANIFEST, REQUEST = "manifest.json", "request.json"
 BPE_SAMPLE = 200_000_000  # characters that a BPE is learned from
-BATCH_CHARS, BATCH_DOCUMENTS = 4_000_000, 512
+BATCH_DOCUMENTS = 512
 
 Progress = Callable[[int, int, str], None]
 """progress(documents read, training tokens, what is being done)"""
@@ -35,24 +37,50 @@ def quiet(documents: int, tokens: int, doing: str) -> None:
 
 def prepare(config: DataConfig, out: Path, progress: Progress = quiet) -> dict[str, Any]:
     """Make (or finish) the shards in `out` and return the manifest. Does nothing where they are whole already."""
-    if (out / MANIFEST).exists() and (out / REQUEST).exists() and prepared_config(out) == config:
+    if _is_done(config, out):
         return load_manifest(out)  # the source itself is no longer needed
-    request = {"data": to_dict(config), "files": Documents(config).fingerprint()}
+    documents = Documents(config)
     make_folder(out)
-    for rest in out.glob(".*.tmp"):  # of a killed run
-        rest.unlink()
+    with lock(out, "prepare"):
+        if _is_done(config, out):
+            return load_manifest(out)
+        for rest in out.glob(".*.tmp"):  # of a killed run
+            rest.unlink()
+        _open_folder(config, documents, out)
+        if (out / "tokenizer.json").exists():
+            tokenizer = Tokenizer.load(out)
+        else:
+            tokenizer = _make_tokenizer(config, progress)
+            tokenizer.save(out)
+        return _Writer(config, out, tokenizer, progress).run(documents)
+
+
+def _is_done(config: DataConfig, out: Path) -> bool:
+    return (out / MANIFEST).exists() and (out / REQUEST).exists() and _same_shards(prepared_config(out), config)
+
+
+def _open_folder(config: DataConfig, documents: Documents, out: Path) -> None:
+    """Note in `out` what is about to be prepared; refuse a folder that holds anything else."""
+    files = documents.fingerprint()
     if (out / REQUEST).exists():
-        if read_json(out / REQUEST) != request:
+        known = read_json(out / REQUEST).get("files") if _same_shards(prepared_config(out), config) else None
+        if not isinstance(known, list) or not _same_files(known, files):
             raise UserError(f"{out} holds the shards of another source or other settings: choose another --out or remove the folder")
-    elif any(out.iterdir()):
+    elif any(path for path in out.iterdir() if not is_lock(path)):
         raise UserError(f"{out} is not empty and holds no shards of this program: choose another --out")
-    write_json(out / REQUEST, request)
-    if (out / "tokenizer.json").exists():
-        tokenizer = Tokenizer.load(out)
-    else:
-        tokenizer = _make_tokenizer(config, progress)
-        tokenizer.save(out)
-    return _Writer(config, out, tokenizer, progress).run()
+    write_json(out / REQUEST, {"data": to_dict(config), "files": files})
+
+
+def _same_shards(a: DataConfig, b: DataConfig) -> bool:
+    """Whether two settings give the same shards: a limit on the length of documents changes none."""
+    return replace(a, max_document_mb=1) == replace(b, max_document_mb=1)
+
+
+def _same_files(known: list[Any], files: list[list[Any]]) -> bool:
+    """Whether the files are those that were noted; an older version noted names and sizes alone."""
+    if len(known) != len(files):
+        return False
+    return all(isinstance(old, list) and old == (new[:2] if len(old) == 2 else new) for old, new in zip(known, files, strict=True))
 
 
 def prepared_config(folder: Path) -> DataConfig:
@@ -70,10 +98,36 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).exists():
         raise UserError(f"{folder} is not finished (no {MANIFEST}): run the same `twoscale prepare` again")
     manifest = read_json(folder / MANIFEST)
-    wanted = ("shards", "tokenizer", "vocab_size", "tokens", "counts")
-    if not isinstance(manifest, dict) or any(key not in manifest for key in wanted):
-        raise UserError(f"{folder / MANIFEST} lacks one of {', '.join(wanted)}: prepare the data again")
+    wanted = {"shards": list, "tokenizer": str, "vocab_size": int, "tokens": dict, "counts": dict}
+    if not isinstance(manifest, dict) or any(not isinstance(manifest.get(key), kind) for key, kind in wanted.items()):
+        raise UserError(f"{folder / MANIFEST} lacks one of {', '.join(wanted)}, or has it in another type: prepare the data again")
+    skipped = manifest.get("skipped", {})
+    pairs = list(skipped.values()) if isinstance(skipped, dict) else [None]
+    if any(type(manifest["tokens"].get(split)) is not int for split in ("train", "val")) or not all(_is_pair(pair) for pair in pairs):
+        raise UserError(f"{folder / MANIFEST} has tokens or skipped files that are no numbers: prepare the data again")
+    for entry in manifest["shards"]:
+        fields = [entry.get(key) for key in ("file", "split", "tokens")] if isinstance(entry, dict) else []
+        if [type(value) for value in fields] != [str, str, int] or not _is_file_name(entry["file"]):
+            raise UserError(f"{folder / MANIFEST} has a shard without file, split or tokens: prepare the data again")
     return manifest
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and [type(number) for number in value] == [int, int]
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and name.isprintable()
+
+
+def describe_skipped(manifest: dict[str, Any]) -> str | None:
+    """One line on the files of a folder that were left out because of their endings; None where there were none."""
+    skipped = manifest.get("skipped")
+    if not isinstance(skipped, dict) or not skipped:
+        return None
+    endings = ", ".join(f"{count} {ending} ({size:,} bytes)" for ending, (count, size) in sorted(skipped.items()))
+    total = [sum(entry[i] for entry in skipped.values()) for i in (0, 1)]
+    return f"{manifest['source']}: left out {total[0]} files ({total[1]:,} bytes) of other kinds: {endings}; read are {', '.join(SUFFIXES)}"
 
 
 def is_validation(config: DataConfig, index: int) -> bool:
@@ -98,7 +152,7 @@ def _training_text(config: DataConfig, progress: Progress) -> Iterator[str]:
     for index, text in enumerate(_limited(config)):
         if text is not None and not is_validation(config, index):
             chars += len(text)
-            yield text
+            yield from pieces(text)  # the same words, in less memory
         progress(index + 1, 0, "learning the tokenizer")
         if chars >= BPE_SAMPLE:
             return
@@ -135,6 +189,7 @@ class _Writer:
     def __init__(self, config: DataConfig, out: Path, tokenizer: Tokenizer, progress: Progress) -> None:
         self.config, self.out, self.tokenizer, self.progress = config, out, tokenizer, progress
         self.dtype = token_dtype(tokenizer.vocab_size)
+        self.encode = DocumentEncoder(tokenizer, self.dtype)
         self.headers: dict[str, ShardHeader] = {}
         self.buffers = {"train": _Buffer(), "val": _Buffer()}
         self.consumed = 0
@@ -149,14 +204,16 @@ class _Writer:
             for split in ("val", "train"):
                 name = _name(split, index)
                 if (self.out / name).exists():
-                    self.headers[name] = open_shard(self.out / name)[0]
+                    self.headers[name] = Shard(self.out / name).check().header
             self.consumed = self.headers[path.name].consumed
 
-    def run(self) -> dict[str, Any]:
-        documents = Documents(self.config)
+    def run(self, documents: Documents) -> dict[str, Any]:
         written = sum(h.tokens for h in self.headers.values() if h.split == "train")
         enough = self.config.max_tokens is not None and written >= self.config.max_tokens
         for index, text in [] if enough else self._encoded(documents):
+            if self.buffers["train"].tokens >= self.config.shard_tokens:  # not sooner: the last document may have to be held out
+                written += self.buffers["train"].tokens
+                self._flush()
             if text is not None:
                 ids, size = text
                 split = "val" if is_validation(self.config, index) else "train"
@@ -165,9 +222,6 @@ class _Writer:
             self.progress(self.consumed, written + self.buffers["train"].tokens, "encoding")
             if self.config.max_tokens is not None and written + self.buffers["train"].tokens >= self.config.max_tokens:
                 break
-            if self.buffers["train"].tokens >= self.config.shard_tokens:
-                written += self.buffers["train"].tokens
-                self._flush()
         self._hold_out_something()
         if any(buffer.tokens for buffer in self.buffers.values()):
             self._flush()
@@ -182,18 +236,15 @@ class _Writer:
                 continue
             batch.append((index, text))
             chars += len(text or "")
-            if chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
+            if chars >= BATCH or len(batch) >= BATCH_DOCUMENTS:
                 yield from self._encode(batch)
                 batch, chars = [], 0
         yield from self._encode(batch)
 
     def _encode(self, batch: list[tuple[int, str | None]]) -> Iterator[tuple[int, tuple[np.ndarray, int] | None]]:
-        ids = iter(self.tokenizer.encode_batch([text for _, text in batch if text is not None]))
+        ids = iter(self.encode([text for _, text in batch if text is not None]))
         for index, text in batch:
-            if text is None:
-                yield index, None
-            else:
-                yield index, (np.array([*next(ids), self.tokenizer.eot], dtype=self.dtype), len(text.encode()))
+            yield index, None if text is None else (next(ids), len(text.encode()))
 
     def _hold_out_something(self) -> None:
         """A small corpus may have no held-out document by chance: take its last one, or the tail of its only one."""
@@ -212,7 +263,7 @@ class _Writer:
         for split in ("val", "train"):
             buffer = self.buffers[split]
             if split == "train" or buffer.tokens:
-                tokens = np.concatenate(buffer.documents) if buffer.documents else np.empty(0, self.dtype)
+                tokens = buffer.documents[0] if len(buffer.documents) == 1 else np.concatenate([np.empty(0, self.dtype), *buffer.documents])
                 name = _name(split, index)
                 self.headers[name] = write_shard(self.out / name, tokens, split, len(buffer.documents), self.consumed, sum(buffer.sizes))
             self.buffers[split] = _Buffer()
@@ -234,6 +285,7 @@ class _Writer:
             "tokens": tokens,
             "text_bytes": {s: sum(h.text_bytes for h in self.headers.values() if h.split == s) for s in tokens},
             "counts": counts,
+            "skipped": documents.skipped,
             "shards": [
                 {"file": name, "split": h.split, "tokens": h.tokens, "documents": h.documents} for name, h in sorted(self.headers.items())
             ],

@@ -1,4 +1,4 @@
-"""Token shards: one file = magic, header length, JSON header, then uint16 or uint32 tokens, memory-mapped.
+"""Token shards: one file = magic, header length, JSON header, then uint16 or uint32 tokens.
 
 | bytes      | what                                                                                          |
 |------------|-----------------------------------------------------------------------------------------------|
@@ -9,6 +9,7 @@
 """
 
 import json
+import os
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ import numpy as np
 
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write
+from twoscale.config.serial import from_dict
 
 MAGIC = b"TWOSCALE"
 VERSION = 1
 MAX_HEADER = 1 << 20
+CHECKED_AT_ONCE = 1 << 21  # tokens
 
 
 @dataclass(frozen=True)
@@ -56,30 +59,65 @@ def write_shard(path: Path, tokens: np.ndarray, split: str, documents: int, cons
     return header
 
 
-def open_shard(path: Path, check: bool = True) -> tuple[ShardHeader, np.ndarray]:
-    """Header and memory-mapped tokens; a truncated, foreign or damaged file is refused."""
+class Shard:
+    """The tokens of one open shard, read from disk when asked for.
+
+    Not memory-mapped: a page of a mapped file that was cut since is a SIGBUS, which ends the process without a word.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file and reads its header; what is truncated or no shard is refused."""
+        self.path = path
+        try:
+            self.file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as this object lives)
+            self.header, self.offset = _read_header(self.file.read(16), self.file, path)
+            found = os.fstat(self.file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        self.dtype = np.dtype(self.header.dtype)
+        self.written = (found.st_size, found.st_mtime_ns)
+        expected = self.offset + self.header.tokens * self.dtype.itemsize
+        if found.st_size != expected:
+            raise UserError(f"{path} has {found.st_size} bytes, {expected} were written: prepare the data again")
+
+    def __len__(self) -> int:
+        return self.header.tokens
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """At most n tokens from position `start`; UserError if the file was written to since it was opened."""
+        n = max(0, min(n, len(self) - start))
+        first, size = self.offset + start * self.dtype.itemsize, n * self.dtype.itemsize
+        parts, got = [], 0
+        try:
+            found = os.fstat(self.file.fileno())
+            while got < size and (part := os.pread(self.file.fileno(), size - got, first + got)):  # one call reads 2 GB at most
+                parts.append(part)
+                got += len(part)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror or error}") from None
+        if got < size or (found.st_size, found.st_mtime_ns) != self.written:
+            raise UserError(f"{self.path} was changed while it was in use: prepare the data again, then go on")
+        return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype=self.dtype)
+
+    def check(self) -> "Shard":
+        """Compare the tokens with their checksum."""
+        crc = 0
+        for start in range(0, len(self), CHECKED_AT_ONCE):
+            crc = zlib.crc32(self.read(start, CHECKED_AT_ONCE).data, crc)
+        if crc != self.header.crc32:
+            raise UserError(f"{self.path} is damaged (its checksum differs): prepare the data again")
+        return self
+
+
+def _read_header(head: bytes, file: Any, path: Path) -> tuple[ShardHeader, int]:
+    """A shard's header and where its tokens begin."""
+    length = int.from_bytes(head[8:], "little")
+    if head[:8] != MAGIC or not 0 < length <= MAX_HEADER:
+        raise UserError(f"{path} is no token shard")
     try:
-        with open(path, "rb") as f:
-            head = f.read(16)
-            length = int.from_bytes(head[8:], "little")
-            if head[:8] != MAGIC or not 0 < length <= MAX_HEADER:
-                raise UserError(f"{path} is no token shard")
-            values: dict[str, Any] = json.loads(f.read(length))
-        header = ShardHeader(**values)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
+        header = from_dict(ShardHeader, json.loads(file.read(length)))
+    except (ValueError, RecursionError):  # UserError is one
         raise UserError(f"{path} has a damaged header: prepare the data again") from None
-    if header.version != VERSION or header.dtype not in ("uint16", "uint32"):
+    if header.version != VERSION or header.dtype not in ("uint16", "uint32") or header.tokens < 0:
         raise UserError(f"{path} has version {header.version} and dtype {header.dtype}, this program reads version {VERSION}")
-    expected = 16 + length + header.tokens * np.dtype(header.dtype).itemsize
-    if path.stat().st_size != expected:
-        raise UserError(f"{path} has {path.stat().st_size} bytes, {expected} were written: prepare the data again")
-    if header.tokens == 0:
-        return header, np.empty(0, header.dtype)
-    tokens = np.memmap(path, dtype=header.dtype, mode="r", offset=16 + length, shape=(header.tokens,))
-    if check and zlib.crc32(tokens.data) != header.crc32:
-        raise UserError(f"{path} is damaged (its checksum differs): prepare the data again")
-    return header, tokens
+    return header, 16 + length

@@ -18,9 +18,12 @@ from tokenizers import AddedToken, Tokenizer as Pipeline, decoders, models, pre_
 from twoscale.config import UserError, missing_package
 from twoscale.config.files import atomic_write, write_json
 from twoscale.config.serial import read_json
+from twoscale.data.pipeline import read_pipeline, tokenizer_error
 from twoscale.data.sources import END_OF_TEXT
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+MAX_CHARS = 8_000_000  # of one text that is encoded at once: about 1.7 GB of memory
+NORMALIZED_AT_ONCE = 1 << 16
 
 
 class Tokenizer:
@@ -48,10 +51,38 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The text's ids; with what its pipeline puts around a text (a mark for its beginning, say) unless told otherwise."""
-        return list(self.pipeline.encode(text, add_special_tokens=special).ids)
+        self._check(text)
+        try:
+            return list(self.pipeline.encode(text, add_special_tokens=special).ids)
+        except BaseException as error:
+            raise tokenizer_error(error, "the tokenizer cannot encode this text") from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.pipeline.encode_batch_fast(list(texts))]
+        for text in texts:
+            self._check(text)
+        try:
+            return [encoding.ids for encoding in self.pipeline.encode_batch_fast(list(texts))]
+        except BaseException as error:
+            raise tokenizer_error(error, "the tokenizer cannot encode this text") from None
+
+    def _check(self, text: str) -> None:
+        """Refuse what is no text, and what would take gigabytes to encode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text is not UTF-8 at character {error.start + 1} ({text[error.start]!r}): give it as UTF-8") from None
+        size, normalizer = len(text), self.pipeline.normalizer
+        if normalizer is not None and NORMALIZED_AT_ONCE < size <= MAX_CHARS:
+            parts = (text[i : i + NORMALIZED_AT_ONCE] for i in range(0, size, NORMALIZED_AT_ONCE))
+            try:
+                size = sum(len(normalizer.normalize_str(part)) for part in parts)
+            except BaseException as error:
+                raise tokenizer_error(error, "the tokenizer cannot normalise this text") from None
+        if size > MAX_CHARS:
+            raise UserError(
+                f"a text of {len(text):,} characters ({size:,} for the tokenizer) is too long, at most {MAX_CHARS:,} are encoded at once: "
+                f"split it, in a .txt file by lines that hold {END_OF_TEXT} alone"
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD, the end-of-text token becomes its marker."""
@@ -85,10 +116,7 @@ class Tokenizer:
         path = folder / FILE
         if not path.exists():
             raise UserError(f"{path} does not exist: the folder has no tokenizer")
-        try:
-            pipeline = Pipeline.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise UserError(f"{path} is no readable tokenizer: {error}") from None
+        pipeline = read_pipeline(path)
         return cls(pipeline, _end(folder, pipeline))
 
 

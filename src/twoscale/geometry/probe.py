@@ -10,7 +10,8 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
-from twoscale.config.serial import read_jsonl
+from twoscale.config.lock import lock
+from twoscale.config.serial import read_steps
 from twoscale.data import TokenData, Tokenizer, held_out
 from twoscale.geometry.pca import pca
 from twoscale.geometry.record import group_names, measure, measure_limit
@@ -22,15 +23,17 @@ GEOMETRY = "geometry.jsonl"
 SEQUENCE = Path("trace") / "sequence.json"
 STATES = Path("trace") / "sequence.safetensors"
 SEQUENCE_TOKENS = 64
+TRACKED_STEPS = (1, 2, 4, 8, 16)
 SHOWN_TOKENS = 6
 
 
 def write_record(run: Path, record: dict[str, Any]) -> None:
     """Put a record into geometry.jsonl in the order of steps; it takes the place of an older one of the same step."""
-    others = [r for r in read_jsonl(run / GEOMETRY) if r["step"] != record["step"]]
-    records = sorted([*others, record], key=lambda r: r["step"])
-    with atomic_write(run / GEOMETRY) as f:
-        f.write("".join(json.dumps(_rounded(r)) + "\n" for r in records).encode())
+    with lock(run, "geometry", wait=True):  # training and `trace` may both have something to add
+        others = [r for r in read_steps(run / GEOMETRY) if r["step"] != record["step"]]
+        records = sorted([*others, record], key=lambda r: r["step"])
+        with atomic_write(run / GEOMETRY) as f:
+            f.write("".join(json.dumps(_rounded(r)) + "\n" for r in records).encode())
 
 
 def probe_geometry(trainer: Trainer) -> None:
@@ -43,6 +46,22 @@ def probe_geometry(trainer: Trainer) -> None:
     record = measure(trainer.model, ids, c.geometry_loops, run=trainer.evaluated)
     if trainer.world.main:
         write_record(trainer.run, _about(trainer.config, trainer.progress, record, started))
+        trainer.track(tracked(record))
+
+
+def tracked(record: dict[str, Any]) -> dict[str, float]:
+    """What a tracker shows of a measurement: for each group the mean step norm, cosine and acceleration after some steps, and the drift.
+
+    Keys: geometry/step_norm/GROUP/k=4, and geometry/dlr_settled/FROM_TO for the reading without the step that leaves the noise.
+    """
+    values: dict[str, float | None] = {}
+    for group in record["groups"]:
+        for name, first in (("step_norm", 0), ("step_cosine", 1), ("acceleration", 1)):
+            means = group.get(name, {}).get("mean", [])
+            values |= {f"geometry/{name}/{group['name']}/k={k}": means[k - first] for k in TRACKED_STEPS if first <= k < len(means) + first}
+    for boundary in record["boundaries"]:
+        values[f"geometry/dlr_settled/{boundary['from']}_{boundary['to']}"] = boundary["dlr"].get("settled_k1", {}).get("mean")
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def measure_checkpoint(run: Path, folder: Path, data: Path, loops: int | None, sequences: int | None, limit_loops: int) -> dict[str, Any]:

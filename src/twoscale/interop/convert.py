@@ -7,7 +7,6 @@ layers, which is exact at one loop.
 """
 
 import dataclasses
-import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import torch
 from twoscale.config import DataConfig, ModelConfig, RunConfig, UserError, presets
 from twoscale.config.files import fingerprint, make_folder, write_json
 from twoscale.config.groups import format_groups
-from twoscale.config.serial import read_json, read_jsonl
+from twoscale.config.serial import read_json, read_steps
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
 from twoscale.geometry.probe import GEOMETRY, write_record
@@ -83,7 +82,7 @@ def convert(
         config = RunConfig(name=out.resolve().name, model=model.config, data=settings, train=recipe or presets.small().train)
         ckpt.save_config(aside, config)
         reached = ckpt.Progress(0, 0, 0, 0) if groups else progress_of(folder)
-        lines = [] if groups else [r for r in read_jsonl(folder / GEOMETRY) if r.get("step", math.inf) <= reached.step]
+        lines = [] if groups else [r for r in read_steps(folder / GEOMETRY) if r["step"] <= reached.step]
         for record in lines:
             write_record(aside, record)
         ckpt.save_checkpoint(aside / "checkpoints", config, reached, ckpt.model_tensors(model), {}, tokenizer)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from twoscale import __version__
 from twoscale.config import DataConfig, TrainConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
-from twoscale.config.serial import read_json, read_jsonl, to_dict
+from twoscale.config.serial import read_json, read_jsonl, read_steps, to_dict
 from twoscale.data import Tokenizer
 from twoscale.geometry.probe import GEOMETRY, write_record
 from twoscale.interop.load import PREFIX, load, progress_of, read_exported, recipe_of
@@ -27,7 +27,7 @@ from twoscale.model import LoopedGPT
 from twoscale.report.verdict import recommend
 from twoscale.report.words import evaluation_text
 from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
-from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, SWEEP, read_sweep
+from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, EVALUATION, SWEEP, read_evaluation, read_sweep
 from twoscale.train import checkpoint as ckpt
 
 CODE = '''"""The model is defined in the package `twoscale`, which must be installed; this file only names its classes."""
@@ -149,7 +149,7 @@ def _read_kept(source: Source) -> dict[str, Any]:
         kept[CALIBRATION] = read_json(run / CALIBRATION)
         if (run / CONTROLLER).exists():
             kept[CONTROLLER] = read_json(run / CONTROLLER)
-    if records := [r for r in read_jsonl(run / GEOMETRY) if r["step"] <= source.progress.step]:
+    if records := [r for r in read_steps(run / GEOMETRY) if r["step"] <= source.progress.step]:
         kept[GEOMETRY] = records
     return kept
 
@@ -232,9 +232,9 @@ def _rows(source: Source, parameters: int) -> list[tuple[str, str]]:
             ("training", f"{progress.step:,} steps, {progress.tokens:,} tokens, {t.optimizer}, seed {t.seed}"),
             ("validation loss", "not measured" if progress.val_loss is None else _validation(t, m.mean_loops, progress.val_loss)),
         ]
-    measured = read_json(source.run / "evaluation.json") if (source.run / "evaluation.json").exists() else {}
-    if source.about is not None and measured.get("weights") == source.about["weights"]:
-        loops = measured.get("cross_entropy_by_loops", {})
+    measured = read_evaluation(source.run / EVALUATION)
+    if measured is not None and source.about is not None and measured.get("weights") == source.about["weights"]:
+        loops = measured["cross_entropy_by_loops"]
         shown = ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())
         rows.append(("loss by loops, nats a token", f"{shown} (on {evaluation_text(measured)})"))
     return rows

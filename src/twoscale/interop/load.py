@@ -135,6 +135,7 @@ def _filled(config: ModelConfig, weights: Weights, mapped_of: Mapper, spare: tup
     with torch.device("meta"):
         model = LoopedGPT(config, seed=None)
     ckpt.check_shapes(model, {name: tuple(t.shape) for name, t in mapped.items()}, folder)
+    ckpt.check_dtypes({name: weights.dtypes[name] for name in outline.used}, folder)
     ckpt.load_weights(allocate(model), mapped_of(weights, config), folder)
     return model.eval()
 

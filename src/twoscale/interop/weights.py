@@ -9,6 +9,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.serial import read_json
+from twoscale.train.checkpoint import read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_FILES = 10_000
@@ -21,13 +22,15 @@ class Weights(Mapping[str, Tensor]):
         self.folder = folder
         self.places: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         self.used: set[str] = set()
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed else [folder / SINGLE]:
-            for name, shape in _header(file).items():
+            shapes, dtypes = read_header(file)
+            for name, shape in shapes.items():
                 if listed and listed.get(name) != file:
                     raise UserError(f"{file} holds {name}, which {INDEX} does not place there")
-                self.places[name], self.shapes[name] = file, shape
+                self.places[name], self.shapes[name], self.dtypes[name] = file, shape, dtypes[name]
         if listed and (missing := sorted(listed.keys() - self.places.keys())):
             raise UserError(f"{folder / INDEX} lists {missing[0]}, which no file holds ({len(missing)} weights in all)")
 
@@ -46,7 +49,7 @@ class Weights(Mapping[str, Tensor]):
         if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
             raise UserError(f"{folder / INDEX} has no weight_map from names to files")
         for file in set(listed.values()):
-            if Path(file).name != file or not file.endswith(".safetensors"):
+            if Path(file).name != file or not file.endswith(".safetensors") or not file.isprintable():  # half a character is no name
                 raise UserError(f"{folder / INDEX} names {file!r}: only .safetensors files of the folder itself are read")
         if len(set(listed.values())) > MOST_FILES:
             raise UserError(f"{folder / INDEX} names more than {MOST_FILES} files")
@@ -89,14 +92,3 @@ class Outline(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.shapes)
-
-
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a safetensors file."""
-    try:
-        with safe_open(file, framework="pt") as f:
-            return {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise UserError(f"{file} does not exist") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is truncated or no safetensors file: {error}") from None

@@ -1,14 +1,13 @@
 """What a report is made of: the files of a run folder, read into one value. No torch here, and nothing is computed."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
-from twoscale.config.serial import read_json, read_jsonl
-from twoscale.tradeoff.summary import CALIBRATION, SAMPLES, SWEEP, Sweep, read_calibration, read_sweep
+from twoscale.config.serial import read_json, read_jsonl, read_steps
+from twoscale.tradeoff.summary import CALIBRATION, EVALUATION, SAMPLES, SWEEP, Sweep, read_calibration, read_evaluation, read_sweep
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,7 @@ def load_run(folder: Path) -> RunFiles:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give a run")
     config = load_config(folder)
-    geometry = _lines(folder / "geometry.jsonl")
-    if any(not {"step", "groups", "boundaries", "tokens"} <= set(record) for record in geometry):
-        raise UserError(f"{folder / 'geometry.jsonl'} holds lines that are no measurements: remove them or measure again")
-    for record in geometry:
-        if not all(isinstance(value, int) for value in (record["step"], record["tokens"], *(g.get("loops") for g in record["groups"]))):
-            raise UserError(f"{folder / 'geometry.jsonl'} holds lines that are no measurements: remove them or measure again")
+    geometry = read_geometry(folder / "geometry.jsonl")
     if not geometry:
         raise UserError(f"{folder} has no geometry.jsonl: run `twoscale trace {folder}` first")
     sweep, calibration = read_sweep(folder / SWEEP, config.model.mean_loops), read_calibration(folder / CALIBRATION)
@@ -75,10 +69,10 @@ def load_run(folder: Path) -> RunFiles:
     return RunFiles(
         folder,
         config,
-        read_jsonl(folder / "metrics.jsonl"),
+        _metrics(folder / "metrics.jsonl"),
         sorted(geometry, key=lambda r: r["step"]),
         _optional(folder / "trace" / "sequence.json"),
-        _optional(folder / "evaluation.json"),
+        read_evaluation(folder / EVALUATION),
         sweep,
         calibration,
         (_optional(folder / "source.json") or {}).get("recipe", True) is True,
@@ -93,15 +87,53 @@ def _samples(folder: Path, sweep: Sweep | None) -> dict[str, Any] | None:
 
 
 def _optional(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.exists() else None
+    if not path.exists():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds {type(found).__name__}, not an object: remove it, and measure again")
+    return found
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of a file that is only ever written whole: a bad one is no cut, but damage."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            raise UserError(f"{path}, line {number} is not JSON: remove the line or measure again") from None
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    records = read_steps(path)
+    for record in records:
+        for key in ("loss", "val_loss", "tokens", "tokens_per_s", "geometry_s"):
+            if not isinstance(record.get(key), int | float | None):
+                raise UserError(f"{path}: step {record['step']} has {key} = {record[key]!r}, no number: remove the line")
     return records
+
+
+def read_geometry(path: Path) -> list[dict[str, Any]]:
+    """The measurements of a geometry.jsonl, a file that is only ever written whole."""
+    records = read_jsonl(path)
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        raise UserError(f"{path}: its last line is cut off: remove the line or measure again")
+    if not all(_is_measurement(record) for record in records):
+        raise UserError(f"{path} holds lines that are no measurements: remove them or measure again")
+    return records
+
+
+def _is_measurement(record: dict[str, Any]) -> bool:
+    groups, boundaries = record.get("groups"), record.get("boundaries")
+    return (
+        all(type(record.get(key)) is int for key in ("step", "tokens"))
+        and isinstance(groups, list)
+        and isinstance(boundaries, list)
+        and all(isinstance(group, dict) and _is_group(group) for group in groups)
+        and all(isinstance(b, dict) and isinstance(b.get("dlr"), dict) and _numbers(b["dlr"]) for b in boundaries)
+    )
+
+
+def _is_group(group: dict[str, Any]) -> bool:
+    words = {"name": str, "verdict": str, "layers": list, "loops": int}
+    return all(isinstance(group.get(key), kind) for key, kind in words.items()) and all(
+        isinstance(value, dict) and _numbers(value) for key, value in group.items() if key not in words
+    )
+
+
+def _numbers(value: Any) -> bool:
+    """Whether all that a statistic holds are numbers, or None where nothing was counted."""
+    if isinstance(value, dict):
+        return all(_numbers(v) for v in value.values())
+    return all(_numbers(v) for v in value) if isinstance(value, list) else isinstance(value, int | float | None)

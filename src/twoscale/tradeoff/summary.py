@@ -10,6 +10,7 @@ from twoscale.config.serial import read_json, read_jsonl
 from twoscale.tradeoff.stats import pareto, ratio_interval
 
 SWEEP, CALIBRATION, CONTROLLER, SAMPLES = "sweep.jsonl", "calibration.json", "controller.json", "samples.json"
+EVALUATION = "evaluation.json"
 ORACLES = ("oracle-stay", "oracle-lagrange")
 
 
@@ -65,3 +66,21 @@ def read_calibration(path: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not {"checkpoint", "rules", "loops"} <= set(found) or not isinstance(found["rules"], list):
         raise UserError(f"{path} is no calibration: write it anew with `twoscale calibrate`")
     return found
+
+
+def read_evaluation(path: Path) -> dict[str, Any] | None:
+    """An evaluation.json; None where there is none."""
+    if not path.exists():
+        return None
+    found = read_json(path)
+    wanted = {
+        "checkpoint": str,
+        "optimizer": str,
+        "tokens": int,
+        "cross_entropy_by_loops": dict,
+        "bigram_cross_entropy": float | int | None,
+    }
+    fits = isinstance(found, dict) and all(key in found and isinstance(found[key], kind) for key, kind in wanted.items())
+    if not fits or not all(isinstance(loss, float | int) for loss in found["cross_entropy_by_loops"].values()):
+        raise UserError(f"{path} is no evaluation: remove it, and write it anew with `twoscale reproduce`")
+    return found  # type: ignore[no-any-return]

@@ -12,12 +12,12 @@ one before it that does.
 """
 
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,7 @@ from twoscale.data import Tokenizer
 from twoscale.model import LoopedGPT, allocate
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _facts(path: Path) -> dict[str, int]:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; unfinished ones have other names."""
-    found = (p for p in root.glob("step-*") if p.is_dir() and p.name[5:].isdigit())
+    found = (p for p in root.glob("step-*") if re.fullmatch("step-[0-9]+", p.name) and p.is_dir())
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
@@ -115,13 +116,13 @@ def fault(folder: Path) -> str | None:
             return f"{STATE} does not list {min(lacking)}"
         for name, facts in files.items():
             path = folder / Path(name).name
-            if not path.exists():
+            if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != facts["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes, {facts['bytes']} were written"
             if _facts(path)["crc32"] != facts["crc32"]:
                 return f"{name} is damaged, its checksum differs"
-    except (UserError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{STATE} is unreadable ({error})"
     return None
 
@@ -175,9 +176,20 @@ def prune(root: Path, keep_last: int, milestones: Iterable[int]) -> None:
 
 
 def read_progress(folder: Path) -> Progress:
-    values: dict[str, Any] = read_json(folder / STATE)
-    values.pop("files", None)
-    return from_dict(Progress, values, str(folder / STATE))
+    values = read_json(folder / STATE)
+    if isinstance(values, dict):
+        values.pop("files", None)
+    progress = from_dict(Progress, values, str(folder / STATE))
+    if min(progress.step, progress.tokens, progress.sample) < 0:
+        raise UserError(f"{folder / STATE} has a negative step, tokens or sample: the checkpoint is damaged")
+    return progress
+
+
+def check_dtypes(dtypes: dict[str, str], where: Path) -> None:
+    """Weights are floating-point numbers: others would be loaded with another meaning."""
+    for name, dtype in sorted(dtypes.items()):
+        if dtype not in FLOATS:
+            raise UserError(f"{where}: {name} is stored as {dtype}, weights must be one of {', '.join(FLOATS)}")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -190,11 +202,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} is truncated or no safetensors file: {error}") from None
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """What a safetensors file holds, by its header."""
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes and dtypes (F32, BF16, I64, ...) of the tensors in a safetensors file, by its header."""
     try:
         with safe_open(path, framework="pt") as f:
-            return {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118 (not a dict)
+            slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+            return {n: tuple(s.get_shape()) for n, s in slices.items()}, {n: str(s.get_dtype()) for n, s in slices.items()}
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is truncated or no safetensors file: {error}") from None
 
@@ -231,6 +246,8 @@ def load_model(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
     config: ModelConfig = load_config(folder).model
     with torch.device("meta"):  # no memory is taken on the word of a config alone: first the file must hold these weights
         model = LoopedGPT(config, seed=None)
-    check_shapes(model, _shapes(folder / MODEL), folder / MODEL)
+    shapes, dtypes = read_header(folder / MODEL)
+    check_shapes(model, shapes, folder / MODEL)
+    check_dtypes(dtypes, folder / MODEL)
     load_weights(allocate(model), read_tensors(folder / MODEL), folder / MODEL)
     return model.eval(), Tokenizer.load(folder)

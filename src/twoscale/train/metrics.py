@@ -1,6 +1,9 @@
 """Where the numbers of a run go: metrics.jsonl always, a progress line, TensorBoard or W&B when asked for."""
 
+import contextlib
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -8,9 +11,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from twoscale.config import RunConfig, missing_package
+from twoscale.config import RunConfig, UserError, missing_package
 from twoscale.config.files import atomic_write
-from twoscale.config.serial import read_jsonl, to_dict
+from twoscale.config.serial import read_steps, to_dict
 
 METRICS = "metrics.jsonl"
 QUIET_SECONDS = 15.0  # between two progress lines where no terminal listens
@@ -20,23 +23,45 @@ class Metrics:
     """Appends records to metrics.jsonl. Going on from a checkpoint drops what was written after it."""
 
     def __init__(self, run: Path, config: RunConfig, from_step: int) -> None:
-        path = run / METRICS
-        kept = [r for r in read_jsonl(path) if r.get("step", 0) <= from_step]
-        with atomic_write(path) as f:
+        self.path = run / METRICS
+        kept = [r for r in read_steps(self.path) if r["step"] <= from_step]
+        with atomic_write(self.path) as f:
             f.write("".join(json.dumps(r) + "\n" for r in kept).encode())
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close())
+        try:
+            self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close(), which must not write: the disk may be full)
+        except OSError as error:
+            raise self._cannot_write(error) from None
         self.tracker = _tracker(run, config)
 
     def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        if self.tracker is not None:
-            self.tracker.write(record)
+        """One line; UserError where it cannot be written. What a failed one leaves behind is cut off when the run goes on."""
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            if (self.file.write(line) or 0) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        self.track(record["step"], _scalars(record))
+
+    def track(self, step: int, values: dict[str, float]) -> None:
+        """Numbers for the tracker alone."""
+        if self.tracker is None:
+            return
+        try:
+            self.tracker.write(step, values)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def _cannot_write(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot write {self.path}: {error.strerror or error}; the run goes on from its last checkpoint once there is room"
+        )
 
     def close(self) -> None:
         self.file.close()
         if self.tracker is not None:
-            self.tracker.close()
+            with contextlib.suppress(OSError):
+                self.tracker.close()
 
 
 class _TensorBoard:
@@ -47,9 +72,9 @@ class _TensorBoard:
             raise missing_package("tracker=tensorboard needs tensorboard", "track") from None
         self.writer = SummaryWriter(str(run / "tensorboard"))  # type: ignore[no-untyped-call]
 
-    def write(self, record: dict[str, Any]) -> None:
-        for key, value in _scalars(record).items():
-            self.writer.add_scalar(key, value, record["step"])  # type: ignore[no-untyped-call]
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         self.writer.close()  # type: ignore[no-untyped-call]
@@ -63,8 +88,8 @@ class _WandB:
             raise missing_package("tracker=wandb needs wandb", "track") from None
         self.run = wandb.init(project="twoscale", name=config.name, dir=str(run), config=to_dict(config))
 
-    def write(self, record: dict[str, Any]) -> None:
-        self.run.log(_scalars(record), step=record["step"])
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.run.log(values, step=step)
 
     def close(self) -> None:
         self.run.finish()

@@ -1,29 +1,24 @@
 """A run from its folder: start it, go on with it, or say why neither can be."""
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import make_folder, write_json
-from twoscale.config.serial import read_json, to_dict
+from twoscale.config.lock import lock
+from twoscale.config.serial import read_json
 from twoscale.data import Tokenizer, prepare
-from twoscale.data.prepare import Progress, prepared_config, quiet
+from twoscale.data.prepare import Progress, describe_skipped, prepared_config, quiet
 from twoscale.model import LoopedGPT
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.parallel import World, open_world
+from twoscale.train.settings import check_same, differences as differences
 from twoscale.train.trainer import Probe, Trainer, TrainResult
 
 DATA_DIR = "data_dir.json"
-
-# What may change between two sittings of one run without changing what it computes.
-OPERATIONAL = {
-    "train.eval_interval", "train.eval_sequences", "train.checkpoint_interval", "train.keep_last", "train.milestones", "train.compile",
-    "train.geometry_interval", "train.geometry_sequences", "train.geometry_loops", "train.parallel", "train.tracker",
-    "train.micro_batch_size", "data.shard_tokens", "name",
-}  # fmt: skip
 
 
 def start_run(
@@ -45,10 +40,12 @@ def start_run(
     data = find_data(run, data)
     if data != run / "data":
         config = dataclasses.replace(config, data=prepared_config(data))
-    with open_world() as world:
+    with open_world() as world, contextlib.ExitStack() as held:
         error = None
         if world.main:
             try:
+                make_folder(run)
+                held.enter_context(lock(run, "train"))
                 _open_folder(config, run, data, progress, None if init is None else init[1])
             except UserError as problem:
                 error = str(problem)
@@ -75,14 +72,15 @@ def find_data(run: Path, given: Path | None) -> Path:
 
 def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress, wanted: Tokenizer | None) -> None:
     """Everything about the folder that must be right before a model is built; nothing of an existing run is lost."""
-    make_folder(run)
     trained = bool(ckpt.list_checkpoints(run / "checkpoints"))
     if trained and not (run / ckpt.CONFIG).exists():
         raise UserError(f"{run} has checkpoints but no {ckpt.CONFIG}: choose another --out")
     if trained:
-        _check_same(ckpt.load_config(run), config, run)
+        check_same(ckpt.load_config(run), config, run)
     if data == run / "data":
-        prepare(config.data, data, progress)
+        skipped = describe_skipped(prepare(config.data, data, progress))
+        if skipped is not None:
+            print(skipped, file=sys.stderr, flush=True)
     tokenizer = Tokenizer.load(data)
     if trained and (run / "tokenizer.json").exists() and Tokenizer.load(run).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data} was made with another tokenizer than the run in {run}: give the run's own shards with --data-dir")
@@ -97,27 +95,6 @@ def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress, w
 def note_data(run: Path, data: Path) -> None:
     """Remember shards that lie outside of the run."""
     write_json(run / DATA_DIR, {"path": str(data.resolve())})
-
-
-def _check_same(old: RunConfig, new: RunConfig, run: Path) -> None:
-    """Refuse to mix two different runs in one folder; the first difference is named."""
-    for name, (there, here) in differences(old, new).items():
-        if name not in OPERATIONAL:
-            raise UserError(
-                f"{run} holds a run with other settings ({name} is {there!r} there and {here!r} here): "
-                f"choose another --out, or go on with its own settings by --resume {run}"
-            )
-
-
-def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings in which two configs differ, by dotted name."""
-    a, b = to_dict(old), to_dict(new)
-    found = {"name": (a["name"], b["name"])} if a["name"] != b["name"] else {}
-    for part in ("model", "data", "train"):
-        for f in dataclasses.fields(getattr(old, part)):
-            if a[part][f.name] != b[part][f.name]:
-                found[f"{part}.{f.name}"] = (a[part][f.name], b[part][f.name])
-    return found
 
 
 def describe(trainer: Trainer, world: World) -> str:

@@ -23,6 +23,7 @@ from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
 from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
 from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard, reuse_memory, uncompiled
+from twoscale.train.settings import check_checkpoint
 
 
 class Diverged(RuntimeError):
@@ -85,6 +86,7 @@ class Trainer:
         init: LoopedGPT | None = None,
     ) -> None:
         self.config, self.run, self.world, self.probes = config, run, world, probes
+        self.metrics: Metrics | None = None
         self.checkpoints = run / "checkpoints"
         c = config.train
         reuse_memory(world.device)
@@ -101,6 +103,7 @@ class Trainer:
         self.progress = ckpt.Progress(step=0, tokens=0, sample=0, seed=c.seed)
         source = self._find_checkpoint(checkpoint)
         if source is not None:
+            check_checkpoint(ckpt.load_config(source), config, source)
             self.progress = ckpt.read_progress(source)
             ckpt.load_weights(self.model, ckpt.read_tensors(source / ckpt.MODEL), source / ckpt.MODEL)
         elif init is not None:
@@ -135,7 +138,7 @@ class Trainer:
     def train(self) -> TrainResult:
         """Run to the end, or until a signal comes; either way the state is saved."""
         c, world = self.config.train, self.world
-        metrics = Metrics(self.run, self.config, self.progress.step) if world.main else None
+        metrics = self.metrics = Metrics(self.run, self.config, self.progress.step) if world.main else None
         line = ProgressLine(self.progress.step, c.steps, self.config.name) if world.main else None
         stopped = False
         if self.given:
@@ -228,6 +231,11 @@ class Trainer:
     def evaluated(self) -> nn.Module:
         """What a pass without gradients calls: sharded weights are gathered by the wrapper's hooks, DDP's are not needed."""
         return self.wrapped if self.world.size > 1 and self.config.train.parallel == "fsdp" else self.model
+
+    def track(self, values: dict[str, float]) -> None:
+        """Send a probe's numbers of this step to TensorBoard or W&B, where they are asked for."""
+        if self.metrics is not None:
+            self.metrics.track(self.progress.step, values)
 
     def _probe(self) -> float:
         """Run the probes; returns the seconds they took."""
