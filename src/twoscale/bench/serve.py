@@ -174,7 +174,8 @@ def scheduled(model: LoopedGPT, load: Load, policy: Policy, rule: exits.Rule | N
 
 def over_http(model: LoopedGPT, load: Load, policy: Policy, tokenizer: Any) -> Result:
     """The same load through the door on loopback, from a process of its own."""
-    from twoscale.serve.server import Limits, Server
+    from twoscale.serve.limits import Limits
+    from twoscale.serve.server import Server
 
     scheduler = Scheduler(model, policy, rows=load.clients)
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}

@@ -75,6 +75,7 @@ def create_app(server: Server) -> FastAPI:
 
     app = FastAPI(title="twoscale", lifespan=lifespan, docs_url=None, redoc_url=None)
 
+    app.state.connections = server.connections
     app.add_middleware(Guard, server=server)
 
     @app.exception_handler(RequestValidationError)

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import uvicorn
 from fastapi import FastAPI
 
 from twoscale.config import UserError
 from twoscale.engine.native import release_threads
+from twoscale.serve.connections import HTTPServer
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -30,9 +30,8 @@ def listen(host: str, port: int) -> socket.socket:
 def running(app: FastAPI, patience: float = 60.0) -> Iterator[str]:
     """The address while the application runs; it ends gracefully, within `patience` seconds."""
     release_threads()
-    config = uvicorn.Config(app, log_level="warning")
     listening = listen("127.0.0.1", 0)
-    server = uvicorn.Server(config)
+    server = HTTPServer(app, app.state.connections)
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
     thread.start()
     while not server.started:

@@ -9,7 +9,6 @@ Which is quicker depends on what a call costs with few and with many rows, so it
 depends on who else is served: rows see their own sequence alone, and the kernels sum in one order.
 """
 
-import logging
 import math
 import threading
 import time
@@ -30,8 +29,8 @@ from twoscale.engine.rows import Part, Rows, part_of
 from twoscale.model import LoopedGPT
 from twoscale.model.group import LoopGroup
 from twoscale.serve.job import Job, Settings
+from twoscale.serve.logs import LOG
 
-LOG = logging.getLogger("twoscale.serve")
 Policy = Literal["lockstep", "depth"]
 ALONE = 0  # the number of every sequence: rules that draw by it draw as if each were served alone
 CHUNK = 64  # tokens of prompts in one round, so that those who write do not wait long for those who read

@@ -9,22 +9,11 @@ from typing import Any
 from twoscale.data import Pieces, Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.serve.api import MOST_PROMPTS, CompletionRequest, Refused, jobs_of
+from twoscale.serve.connections import Connections
 from twoscale.serve.job import Job
+from twoscale.serve.limits import Limits
 from twoscale.serve.scheduler import Scheduler
 from twoscale.serve.worker import Worker
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request may ask for."""
-
-    body: int = 1 << 20
-    """Bytes of a request."""
-    seconds: float = 120.0
-    """Until a request is given up."""
-    loops: int = 64
-    queue: int = 256
-    """Requests that may wait."""
 
 
 @dataclass
@@ -95,6 +84,7 @@ class Server:
         self.longest = model.config.block_size * max(1, int(tokenizer.byte_lengths().max()))
         """Bytes that a prompt can have and still fit the context."""
         self.worker = Worker(scheduler, self.limits.queue)
+        self.connections = Connections(self.limits)
         self.started = int(time.time())
         self.refused = 0
 
@@ -190,6 +180,13 @@ class Server:
         tell("waiting", "gauge", "Requests in the queue.", ("", len(s.waiting)))
         tell("running", "gauge", "Requests that are being served.", ("", len(s.running)))
         tell("refused_total", "counter", "Requests that were told to come back later.", ("", self.refused))
+        tell("connections", "gauge", "Open connections.", ("", len(self.connections.open)))
+        tell(
+            "connections_cut_total",
+            "counter",
+            "Connections closed by a time limit or to make room.",
+            ("", self.connections.cut),
+        )
         tell("finished_total", "counter", "Texts that have ended.", ("", c.finished))
         tell("tokens_total", "counter", "New tokens.", ("", c.tokens))
         tell("passed_total", "counter", "Tokens that went through the network, those of prompts included.", ("", c.passed))
