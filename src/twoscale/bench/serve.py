@@ -26,7 +26,8 @@ from twoscale.engine import stream
 from twoscale.exits.rule import Look, Numbers
 from twoscale.model import LoopedGPT
 from twoscale.serve.job import Job, Settings
-from twoscale.serve.scheduler import Counters, Policy, Scheduler
+from twoscale.serve.policies import Counters
+from twoscale.serve.scheduler import Policy, Scheduler
 
 LOOPS, LEAST = 12, 3
 

@@ -6,12 +6,16 @@ twoscale serve bundled --port 8000
 import os
 import signal
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError
+
+if TYPE_CHECKING:
+    from twoscale.data import Tokenizer
+    from twoscale.model import LoopedGPT
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class ServeArgs:
     """Serve /v1/completions, /v1/models, /health and /metrics; requests share the engine's calls and leave loops on their own."""
 
     model: Annotated[str, tyro.conf.Positional] = "bundled"
-    """A run, a checkpoint, an export, a Huginn or Ouro folder, or the bundled model."""
+    """A run, a checkpoint, an export, a Huginn, Ouro or Llama folder, or the bundled model."""
     host: str = "127.0.0.1"
     """Address to listen on; by default this machine alone can reach it."""
     port: int = 8000
@@ -42,6 +46,22 @@ class ServeArgs:
     """Environment variable with the API key; no key is asked for where it is not set."""
 
 
+def _open(name: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | None]:
+    """The model of a folder, looped or not, its tokenizer, its name for clients, and its calibration where it has one that fits."""
+    from twoscale.interop import find, load
+    from twoscale.tradeoff.open import calibration_for
+
+    folder = find(name)
+    model, tokenizer = load(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
+    try:
+        calibrated = calibration_for(folder) if model.config.n_groups else None
+    except UserError:
+        calibrated = None
+    return model, tokenizer, name if name == "bundled" else folder.resolve().name, calibrated
+
+
 def run(args: list[str]) -> int:
     given = parse(ServeArgs, args, "twoscale serve")
     if not 0 <= given.port <= 65535 or min(given.rows, given.cache_mb, given.queue, given.connections) < 1:
@@ -56,17 +76,16 @@ def run(args: list[str]) -> int:
         from twoscale.serve.server import Server
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}: pip install 'twoscale[serve]'") from None
-    from twoscale.cli.explore import open_session
     from twoscale.serve.choose import choose_policy
     from twoscale.serve.scheduler import Scheduler
 
-    session = open_session(given.model)
+    model, tokenizer, name, calibrated = _open(given.model)
     listening = listen(given.host, given.port)
-    policy, why = choose_policy(session.model, given.rows) if given.policy == "auto" else (given.policy, given.policy)
-    scheduler = Scheduler(session.model, policy, rows=given.rows, cache_bytes=given.cache_mb << 20)
+    policy, why = choose_policy(model, given.rows) if given.policy == "auto" else (given.policy, given.policy)
+    scheduler = Scheduler(model, policy, rows=given.rows, cache_bytes=given.cache_mb << 20)
     limits = Limits(seconds=given.seconds, queue=given.queue, connections=given.connections, read_seconds=given.read_seconds)
     key = os.environ.get(given.key_env) or None
-    server = Server(session.model, session.tokenizer, session.name, scheduler, calibrated=session.calibrated, limits=limits, key=key)
+    server = Server(model, tokenizer, name, scheduler, calibrated=calibrated, limits=limits, key=key)
     say(f"policy: {why}")
     http = HTTPServer(create_app(server), server.connections, timeout_graceful_shutdown=int(given.seconds) + 1)
     say(f"http://{given.host}:{listening.getsockname()[1]}/v1")
