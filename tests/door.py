@@ -18,8 +18,9 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twosc
 def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated=None, **limits: object) -> Iterator[tuple[str, object]]:  # type: ignore[no-untyped-def]
     """A server in a thread: its address and itself."""
     from twoscale.serve.app import create_app
+    from twoscale.serve.limits import Limits
     from twoscale.serve.local import running
-    from twoscale.serve.server import Limits, Server
+    from twoscale.serve.server import Server
 
     model, tokenizer = loaded
     rows = int(limits.pop("rows", 8))  # type: ignore[call-overload]

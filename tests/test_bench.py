@@ -76,3 +76,17 @@ def test_busy_and_sampling(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) ->
     code, out, _ = cli("bench", "decode", "--sampling", "--repeats", 1)
     assert code == 0 and out.count("greedy  ") == 2 and "top_k 50, top_p 0.9" in out
     assert cli("bench", "decode", "--sampling", "--busy")[0] == 2 and cli("bench", "decode", "--busy", "--repeats", 0)[0] == 2
+
+
+def test_attack(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are sent with and without half-open connections and a heavy request, all are answered, and each is compared with itself."""
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
+    from twoscale.bench import attack
+
+    found, run = [], attack.bench_attack
+    monkeypatch.setattr(attack, "bench_attack", lambda *a: found.append(run(*a, connections=20)) or found[-1])
+    code, out, err = cli("bench", "serve", "--preset", "nano", "--attack", "--rounds", 1, "--clients", 2, "--new", 2, 4)
+    assert code == 0 and "half-open" in out and "of 8 within 3x" in out, err
+    assert len(found[0].quiet) == len(found[0].attacked) == 1 and len(found[0].ratios) == 8
+    made = attack.Attacked([[1.0, 2.0], [3.0, 2.0], [2.0, 4.0]], [[4.0, 2.0], [2.0, 2.0], [8.0, 9.0]], 5)
+    assert made.ratios == [2.0, 1.0]

@@ -14,6 +14,7 @@ import twoscale
 from conftest import CommandLine
 from door import client, metrics_of, openai, post, serving, wait_for
 from twoscale import exits
+from twoscale.config import UserError
 from twoscale.serve.choose import at, choose_policy
 
 
@@ -153,6 +154,8 @@ BAD = {
     "echo": b'{"prompt": "a", "echo": true}',
     "many prompts": json.dumps({"prompt": ["a"] * 40}).encode(),
     "lone surrogate": b'{"prompt": "\\ud800"}',
+    "stop token beyond the vocabulary": b'{"prompt": "a", "stop_token_ids": [5000]}',
+    "negative top_k": b'{"prompt": "a", "top_k": -2}',
     "deep": b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
 }
 
@@ -176,12 +179,105 @@ def test_limits(loaded, door) -> None:  # type: ignore[no-untyped-def]
         assert post(address, b'{"prompt": "a", "n": 4}', mine)[0] == 400  # more than can ever wait
         step = server.worker.scheduler.step  # type: ignore[attr-defined]
         server.worker.scheduler.step = lambda: time.sleep(0.1) or step()  # type: ignore[attr-defined]
-        assert post(address, b'{"prompt": "a", "max_tokens": 60}', mine)[0] == 504
+        status, body = post(address, b'{"prompt": "a", "max_tokens": 60}', mine)
+        assert status == 504 or body["choices"][0]["timed_out"]  # type: ignore[index]
         with ThreadPoolExecutor(6) as pool:
             answers = list(pool.map(lambda _: post(address, b'{"prompt": "a", "max_tokens": 60}', mine), range(6)))
         refused = [body for status, body in answers if status == 429]
         assert refused and all("waiting" in body["error"]["message"] for body in refused)  # type: ignore[index]
         wait_for(lambda: not server.worker.scheduler.running)  # type: ignore[attr-defined]
+
+
+def test_time_limit(loaded) -> None:  # type: ignore[no-untyped-def]
+    """When the time is up the answer ends with what there is and says so, streamed or whole; without one token it is 504."""
+    with serving(loaded, rows=1, seconds=1.0) as (address, server):
+        scheduler = server.worker.scheduler  # type: ignore[attr-defined]
+        step = scheduler.step
+        scheduler.step = lambda: time.sleep(0.04) or step()
+        ask = {"prompt": "the loop", "max_tokens": 60, "n": 2, "temperature": 0}
+        status, body = post(address, json.dumps(ask).encode())
+        whole = client(address).completions.create(model="nano", prompt="the loop", max_tokens=60, temperature=0, stream=True)
+        parts = [choice for part in whole for choice in part.choices]
+        first, second = body["choices"]  # type: ignore[misc]
+        assert (
+            status == 200 and 0 < len(first["steps"]) < 60 and first["text"] and body["usage"]["completion_tokens"] == len(first["steps"])
+        )  # type: ignore[index]
+        assert second["text"] == "" and {first["finish_reason"], second["finish_reason"]} == {"length"} and first["timed_out"]
+        assert parts[-1].finish_reason == "length" and parts[-1].timed_out and 0 < sum(len(c.steps) for c in parts) < 60
+        idle: list[float] = []
+        scheduler.step = lambda: idle.append(time.sleep(0.04)) or False  # type: ignore[func-returns-value]
+        wait_for(lambda: len(idle) > 0)
+        assert post(address, json.dumps(ask).encode())[0] == 504
+
+
+UNKNOWN = {
+    "exits": "exit",
+    "loop": "loops",
+    "max_new_tokens": "max_tokens",
+    "stop_tokens_ids": "stop_token_ids",
+    "repetition_penalty": "presence_penalty",
+}
+
+
+@pytest.mark.parametrize("name", [*UNKNOWN, "min_p", "response_format", "ignore_eos", "messages", "x" * 3000])
+def test_unknown_fields(door, name: str) -> None:  # type: ignore[no-untyped-def]
+    """A field that is not known is refused by its name, with the one that is nearest; those without effect at OpenAI are accepted."""
+    status, body = post(door[0], json.dumps({"prompt": "a", "max_tokens": 1, name: None}).encode())
+    told = body["error"]
+    assert status == 400 and told["param"] == name[:100] and f"unknown field {name[:100]!r}" in told["message"]  # type: ignore[index]
+    assert (f"did you mean {UNKNOWN[name]!r}" if name in UNKNOWN else "known are ") in told["message"]  # type: ignore[index]
+    status, body = post(door[0], b'{"prompt": "a", "stream": true, "stream_options": {"include_usages": true}}')
+    assert status == 400 and "include_usage" in body["error"]["message"]  # type: ignore[index]
+    harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "stream_options": {"include_obfuscation": False}}
+    assert post(door[0], json.dumps({"prompt": "a", "max_tokens": 1, **harmless}).encode())[0] == 200
+
+
+def test_top_k_and_stop_tokens(loaded, door) -> None:  # type: ignore[no-untyped-def]
+    """`top_k` and `stop_token_ids` do what they do in `generate`; a stop token is counted and not shown."""
+    model, tokenizer = loaded
+    ids = tokenizer.encode("the loop")
+    ask = {"prompt": ids, "max_tokens": 12, "temperature": 1.5, "seed": 0, "exit": "none", "loops": 3}
+    free = twoscale.generate(model, [ids], 12, loops=3, temperature=1.5, stop=(tokenizer.eot,))
+    few = twoscale.generate(model, [ids], 12, loops=3, temperature=1.5, top_k=3, stop=(tokenizer.eot,))
+    assert free.tokens != few.tokens
+    end = few.tokens[0][5]
+    want = few.tokens[0][: few.tokens[0].index(end) + 1]
+    for top_k, tokens in ((3, few.tokens[0]), (0, free.tokens[0]), (-1, free.tokens[0])):
+        found = post(door[0], json.dumps({**ask, "top_k": top_k}).encode())[1]["choices"][0]  # type: ignore[index]
+        assert found["text"] == tokenizer.decode([*ids, *tokens])[len("the loop") :].removesuffix("<|endoftext|>")
+    found = post(door[0], json.dumps({**ask, "top_k": 3, "stop_token_ids": [end]}).encode())[1]["choices"][0]  # type: ignore[index]
+    assert found["finish_reason"] == "stop" and len(found["steps"]) == len(want)
+    assert found["text"] == tokenizer.decode([*ids, *want[:-1]])[len("the loop") :]
+
+
+def ask_path(address: str, method: str, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+    connection.request(method, path, b"{}" if method == "POST" else None, headers or {})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_unknown_paths(door) -> None:  # type: ignore[no-untyped-def]
+    """What is not served is answered in OpenAI's shape, with what there is instead."""
+    for method, path, status, word in (("POST", "/v1/chat/completions", 404, "chat template"), ("GET", "/v2", 404, "/v1/models"),
+                                       ("GET", "/v1/completions", 405, "POST /v1/completions")):  # fmt: skip
+        found, text = ask_path(door[0], method, path)
+        assert found == status and word in json.loads(text)["error"]["message"] and "/v1/completions" in text
+    with pytest.raises(openai.NotFoundError, match="chat template"):
+        client(door[0]).chat.completions.create(model="nano", messages=[{"role": "user", "content": "hello"}])
+
+
+def test_key(loaded) -> None:  # type: ignore[no-untyped-def]
+    """Where a key is set everything but /health needs it; the name of the scheme may be in any case."""
+    with serving(loaded, key="sécret") as (address, _):
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
+            assert ask_path(address, "GET", path)[0] == 401
+            for given in ("Bearer wrong", "Basic sécret", "sécret", "Bearer", "Bearer sécre"):
+                assert ask_path(address, "GET", path, {"Authorization": given.encode()})[0] == 401  # type: ignore[dict-item]
+            for scheme in ("Bearer", "bearer", "BEARER"):
+                found = ask_path(address, "GET", path, {"Authorization": f"{scheme} sécret".encode()})[0]  # type: ignore[dict-item]
+                assert found == (404 if path == "/nothing" else 200)
+        assert ask_path(address, "GET", "/health")[0] == 200
 
 
 def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
@@ -243,7 +339,35 @@ def test_policy_by_cost(loaded) -> None:  # type: ignore[no-untyped-def]
     assert at({1: 1.0, 4: 4.0}, 2) == 2.0 and at({1: 1.0, 4: 4.0}, 8) == 8.0 and at({1: 1.0, 4: 4.0}, 0.5) == 1.0
 
 
+def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plain Llama folder is served like any other; what concerns loops is refused in a request, and by the explorer."""
+    pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
+    from test_convert import llama, with_tokenizer
+    from twoscale.cli.explore import open_session
+    from twoscale.cli.serve import _open
+
+    folder = tmp_path / "plain"
+    llama(folder)
+    with_tokenizer(folder)
+    model, tokenizer, name, calibrated = _open(str(folder))
+    assert name == "plain" and calibrated is None and not model.config.n_groups
+    assert choose_policy(model, 4)[0] == "lockstep"
+    want = twoscale.generate(model, [tokenizer.encode("the loop")], 6, stop=(tokenizer.eot,)).tokens[0]
+    for policy in ("lockstep", "depth"):
+        with serving((model, tokenizer), policy=policy) as (address, _):
+            body = post(address, b'{"prompt": "the loop", "max_tokens": 6, "temperature": 0}')[1]
+            assert body["usage"]["completion_tokens"] == len(want)  # type: ignore[index]
+            assert body["choices"][0]["text"] == tokenizer.decode([*tokenizer.encode("the loop"), *want])[len("the loop") :]  # type: ignore[index]
+            for more in ('"loops": 3', '"exit": "step-norm:1.0"', '"tau": 1.0'):
+                status, body = post(address, b'{"prompt": "a", %s}' % more.encode())
+                assert status == 400 and "no loops" in body["error"]["message"]  # type: ignore[index]
+            assert "twoscale_tokens_total" in metrics_of(address.removeprefix("http://"))
+    with pytest.raises(UserError, match="nothing to explore"):
+        open_session(str(folder))
+
+
 def test_bad_flags(cli: CommandLine, tmp_path: Path) -> None:
-    for words, says in ((("--port", "99999"), "--port"), (("--rows", "0"), "--rows"), ((), "no folder")):
+    flags = {"--port": 99999, "--rows": 0, "--connections": 0, "--read-seconds": 0, "--seconds": -1}
+    for words, says in (*(((flag, value), flag) for flag, value in flags.items()), ((), "no folder")):
         code, _, err = cli("serve", tmp_path / "nothing", *words)
         assert code == 2 and says in err and err.count("\n") == 1

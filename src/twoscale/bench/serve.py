@@ -26,7 +26,8 @@ from twoscale.engine import stream
 from twoscale.exits.rule import Look, Numbers
 from twoscale.model import LoopedGPT
 from twoscale.serve.job import Job, Settings
-from twoscale.serve.scheduler import Counters, Policy, Scheduler
+from twoscale.serve.policies import Counters
+from twoscale.serve.scheduler import Policy, Scheduler
 
 LOOPS, LEAST = 12, 3
 
@@ -174,7 +175,8 @@ def scheduled(model: LoopedGPT, load: Load, policy: Policy, rule: exits.Rule | N
 
 def over_http(model: LoopedGPT, load: Load, policy: Policy, tokenizer: Any) -> Result:
     """The same load through the door on loopback, from a process of its own."""
-    from twoscale.serve.server import Limits, Server
+    from twoscale.serve.limits import Limits
+    from twoscale.serve.server import Server
 
     scheduler = Scheduler(model, policy, rows=load.clients)
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}

@@ -27,7 +27,8 @@ def resident() -> float:
 
 def soak(model: LoopedGPT, load: Load, tokenizer: Any, seconds: float, say: Callable[[str], object]) -> int:
     """Twice as many clients as rows and queue can hold, half of the time by each policy; exit code 1 where anything is amiss."""
-    from twoscale.serve.server import Limits, Server
+    from twoscale.serve.limits import Limits
+    from twoscale.serve.server import Server
 
     rules = dict.fromkeys(range(model.config.n_groups), Drawn(1e-9))
     asks, half, clean = _asks(model, load, tokenizer), max(1, load.clients // 2), True

@@ -79,6 +79,8 @@ class BenchServeArgs:
     """Instead: so many seconds of overload by twice as many clients, some of whom hang up; looks at memory and at every answer."""
     busy: bool = False
     """Instead: one request to `bundled` on free cores, with one core kept busy by another program, and with all of them."""
+    attack: bool = False
+    """Instead: the latency of every request with and without 1,000 half-open connections and one heavy request, on 127.0.0.1."""
 
 
 def run(args: list[str]) -> int:
@@ -220,7 +222,7 @@ def _serve(args: BenchServeArgs) -> int:
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise missing_package(f"this bench needs {error.name}", "serve", "httpx") from None
-    from twoscale.bench import serve
+    from twoscale.bench import attack, serve
     from twoscale.bench.soak import soak
     from twoscale.data.tokenizer import byte_tokenizer
     from twoscale.model import LoopedGPT
@@ -235,6 +237,10 @@ def _serve(args: BenchServeArgs) -> int:
     load = serve.Load(args.clients, args.seconds, args.prompt, args.new)
     if args.soak:
         return soak(model, load, byte_tokenizer(), args.soak, print)
+    if args.attack:
+        print(f"preset {args.preset}, {args.clients} clients, {args.rounds} rounds in turns")
+        print("\n".join(attack.words(attack.bench_attack(model, load, byte_tokenizer(), args.rounds, say))))
+        return 0
     spread = f"prompts of {args.prompt[0]} to {args.prompt[1]} tokens, answers of {args.new[0]} to {args.new[1]}"
     print(f"preset {args.preset}, {args.clients} clients, {spread}, {serve.LEAST} to {serve.LOOPS} steps a group")
     found = serve.bench_serve(model, load, byte_tokenizer(), args.rounds, say)

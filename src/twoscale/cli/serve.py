@@ -6,12 +6,16 @@ twoscale serve bundled --port 8000
 import os
 import signal
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, missing_package
+
+if TYPE_CHECKING:
+    from twoscale.data import Tokenizer
+    from twoscale.model import LoopedGPT
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class ServeArgs:
     """Serve /v1/completions, /v1/models, /health and /metrics; requests share the engine's calls and leave loops on their own."""
 
     model: Annotated[str, tyro.conf.Positional] = "bundled"
-    """A run, a checkpoint, an export, a Huginn or Ouro folder, or the bundled model."""
+    """A run, a checkpoint, an export, a Huginn, Ouro or Llama folder, or the bundled model."""
     host: str = "127.0.0.1"
     """Address to listen on; by default this machine alone can reach it."""
     port: int = 8000
@@ -34,36 +38,57 @@ class ServeArgs:
     """Requests that may wait; more are told to come back (429)."""
     seconds: float = 120.0
     """After so long a request is given up."""
+    connections: int = 512
+    """Connections that may be open; where more come, those that have waited longest for their client are closed."""
+    read_seconds: float = 10.0
+    """Seconds that a client may take to send the headers of a request, and again for its body."""
     key_env: str = "TWOSCALE_API_KEY"
     """Environment variable with the API key; no key is asked for where it is not set."""
 
 
+def _open(name: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | None]:
+    """The model of a folder, looped or not, its tokenizer, its name for clients, and its calibration where it has one that fits."""
+    from twoscale.interop import find, load
+    from twoscale.tradeoff.open import calibration_for
+
+    folder = find(name)
+    model, tokenizer = load(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
+    try:
+        calibrated = calibration_for(folder) if model.config.n_groups else None
+    except UserError:
+        calibrated = None
+    return model, tokenizer, name if name == "bundled" else folder.resolve().name, calibrated
+
+
 def run(args: list[str]) -> int:
     given = parse(ServeArgs, args, "twoscale serve")
-    if not 0 <= given.port <= 65535 or min(given.rows, given.cache_mb, given.queue) < 1 or not 0 < given.seconds <= 86_400:
-        raise UserError("--port lies between 0 and 65535, --rows, --cache-mb and --queue are at least 1, --seconds at most a day")
+    if not 0 <= given.port <= 65535 or min(given.rows, given.cache_mb, given.queue, given.connections) < 1:
+        raise UserError("--port lies between 0 and 65535; --rows, --cache-mb, --queue and --connections are at least 1")
+    if not min(given.seconds, given.read_seconds) > 0 or not max(given.seconds, given.read_seconds) <= 86_400:
+        raise UserError("--seconds and --read-seconds are above 0 and at most a day")
     try:
-        import uvicorn
-
         from twoscale.serve.app import create_app
+        from twoscale.serve.connections import HTTPServer
+        from twoscale.serve.limits import Limits
         from twoscale.serve.local import listen
-        from twoscale.serve.server import Limits, Server
+        from twoscale.serve.server import Server
     except ModuleNotFoundError as error:
         raise missing_package(f"serving needs {error.name}", "serve") from None
-    from twoscale.cli.explore import open_session
     from twoscale.serve.choose import choose_policy
     from twoscale.serve.scheduler import Scheduler
 
-    session = open_session(given.model)
+    model, tokenizer, name, calibrated = _open(given.model)
     listening = listen(given.host, given.port)
-    policy, why = choose_policy(session.model, given.rows) if given.policy == "auto" else (given.policy, given.policy)
-    scheduler = Scheduler(session.model, policy, rows=given.rows, cache_bytes=given.cache_mb << 20)
-    limits = Limits(seconds=given.seconds, queue=given.queue)
+    policy, why = choose_policy(model, given.rows) if given.policy == "auto" else (given.policy, given.policy)
+    scheduler = Scheduler(model, policy, rows=given.rows, cache_bytes=given.cache_mb << 20)
+    limits = Limits(seconds=given.seconds, queue=given.queue, connections=given.connections, read_seconds=given.read_seconds)
     key = os.environ.get(given.key_env) or None
-    server = Server(session.model, session.tokenizer, session.name, scheduler, calibrated=session.calibrated, limits=limits, key=key)
+    server = Server(model, tokenizer, name, scheduler, calibrated=calibrated, limits=limits, key=key)
     say(f"policy: {why}")
-    config = uvicorn.Config(create_app(server), log_level="warning", timeout_graceful_shutdown=int(given.seconds) + 1)
+    http = HTTPServer(create_app(server), server.connections, timeout_graceful_shutdown=int(given.seconds) + 1)
     say(f"http://{given.host}:{listening.getsockname()[1]}/v1")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends gracefully, then raises the signal again: being told to go is no fault
-    uvicorn.Server(config).run(sockets=[listening])
+    http.run(sockets=[listening])
     return 0

@@ -12,7 +12,7 @@ Shapes: N rows, C width, G group.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -33,6 +33,8 @@ from twoscale.model.layers import Rope
 from twoscale.model.start import start_state
 
 Feed = tuple[int, Cache, Sequence[int]]  # a sequence's number, its cache, and its next tokens
+
+Call = tuple[Rows, int]  # rows that a call of the engine took, and through how many layers
 
 # A table of start states for all positions is kept where it is no larger than this, in entries.
 TABLE = 1 << 24
@@ -119,6 +121,18 @@ class Engine:
         """
         if self.token_by_token and any(len(new) > 1 for _, _, new in feeds):
             return self._one_by_one(feeds, start, stages)
+        calls = self.calls(feeds, start, stages)
+        while True:
+            try:
+                next(calls)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]
+
+    def calls(
+        self, feeds: Sequence[Feed], start: Sequence[Tensor] | None = None, stages: list[Tensor] | None = None
+    ) -> Generator[Call, None, tuple[Tensor, Tensor]]:
+        """What `run` does, to be iterated in inference mode: yields after every plain stage and every step of a loop, and may be left there
+        while others use the model. Tokens of a sequence go through together."""
         parts = []
         for sequence, cache, new in feeds:
             if cache.length + len(new) > cache.capacity:
@@ -137,9 +151,10 @@ class Engine:
             if isinstance(stage, LoopGroup):
                 loop = Loop(self, i)
                 loop.admit(rows, x, None if start is None else start[stage.index])
-                x, steps[:, stage.index] = self._finish(loop, x)
+                x, steps[:, stage.index] = yield from self._finish(loop, x)
             else:
                 x = self.plain(i, x, rope, rows)
+                yield rows, len(stage.blocks)  # type: ignore[arg-type]
             if stages is not None:
                 stages.append(x)
         return x, steps
@@ -172,12 +187,13 @@ class Engine:
             x = block(x, rope, attend(i))
         return x[0]
 
-    def _finish(self, loop: "Loop", x: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, loop: "Loop", x: Tensor) -> Generator[Call, None, tuple[Tensor, Tensor]]:
         """Advance until all rows have left: their states and steps, in the order in which they were admitted."""
         out = torch.empty_like(x)
         steps = torch.empty(len(x), dtype=torch.int64, device=x.device)
         while len(loop):
-            left = loop.advance()
+            rows, left = loop.rows, loop.advance()
+            yield rows, len(loop.layers)
             if left is None:
                 continue
             if len(left.places) == len(x):

@@ -1,9 +1,11 @@
 """What comes in, as OpenAI's clients send it, with our additions: `exit`, `tau`, `loops` and `kv`."""
 
+import difflib
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic_core import PydanticCustomError
 
 from twoscale import exits
 from twoscale.config import UserError
@@ -11,9 +13,9 @@ from twoscale.engine.cache import parse_kv
 from twoscale.engine.sample import Sampling
 from twoscale.exits import plan
 from twoscale.model import LoopedGPT
-from twoscale.serve.job import Job, Settings
+from twoscale.serve.job import Job, Settings, Share
 
-MOST_N, MOST_STOPS, MOST_PROMPTS, MOST_TEXTS, MOST_LOOPS = 16, 8, 16, 64, 256
+MOST_N, MOST_STOPS, MOST_STOP_IDS, MOST_PROMPTS, MOST_TEXTS, MOST_LOOPS = 16, 8, 64, 16, 64, 256
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Word = Annotated[str, Field(max_length=200)]
@@ -21,36 +23,57 @@ Count = Annotated[int, Field(ge=1, le=MOST_LOOPS)]
 Number = FiniteFloat | int
 
 
-class StreamOptions(BaseModel):
+class Known(BaseModel):
+    """An object that has no fields but these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        """Refuse an unknown field by its name. The first one is enough: pydantic would list them all."""
+        unknown = next((name for name in given if name not in cls.model_fields), None) if isinstance(given, dict) else None
+        if unknown is None:
+            return given
+        near = difflib.get_close_matches(str(unknown)[:40], cls.model_fields, n=1)
+        known = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(cls.model_fields)}"
+        raise PydanticCustomError(
+            "unknown_field", "{words}", {"words": f"unknown field {str(unknown)[:100]!r}: {known}", "field": str(unknown)[:100]}
+        )
+
+
+class StreamOptions(Known):
     """What is asked of a stream."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
-
     include_usage: bool | None = False
+    include_obfuscation: bool | None = Field(None, description="accepted, without effect")
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(Known):
     """A request for /v1/completions."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str = Field("", max_length=200)
     prompt: str | Tokens | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Tokens], Field(fail_fast=True)] = Field(...)
     max_tokens: int | None = Field(16, ge=1, le=1_000_000)
     temperature: Number | None = Field(1.0, ge=0, le=2)
     top_p: Number | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="draw among the k most likely tokens; 0 and -1 are all")
     n: int | None = Field(1, ge=1, le=MOST_N)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: Literal[False] | None = False
     stop: Word | Annotated[list[Word], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
     suffix: Literal[""] | None = Field(None, description="not served; so are the next four, where they are more than nothing")
     best_of: int | None = Field(None, ge=1, le=MOST_N)
     presence_penalty: Number | None = Field(0, ge=0, le=0)
     frequency_penalty: Number | None = Field(0, ge=0, le=0)
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    user: Annotated[str, Field(max_length=1000)] | None = Field(None, description="accepted, without effect; so are the next two")
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
     exit: str | None = Field(None, max_length=200, description="`auto` (as calibrated), `none`, NAME or NAME:VALUE,setting=value")
     tau: Number | None = Field(None, ge=0, le=1e9, description="threshold, where `exit` is a name alone")
     loops: Count | Annotated[list[Count], Field(max_length=64, fail_fast=True)] | None = None
@@ -84,8 +107,12 @@ def jobs_of(
         raise Refused(f"at most {MOST_TEXTS} texts in a request", "n")
     settings = settings_of(given, model, calibrated, most_loops)
     temperature = 1.0 if given.temperature is None else float(given.temperature)
-    sampling = Sampling(temperature, None, float(given.top_p or 1.0), secrets.randbits(63) if given.seed is None else given.seed)
-    size = model.config.block_size
+    seed = secrets.randbits(63) if given.seed is None else given.seed
+    sampling = Sampling(temperature, given.top_k if given.top_k and given.top_k > 0 else None, float(given.top_p or 1.0), seed)
+    ends = given.stop_token_ids or []
+    if max(ends, default=0) >= model.config.vocab_size:
+        raise Refused(f"token {max(ends)} does not exist, the vocabulary has {model.config.vocab_size}", "stop_token_ids")
+    size, share = model.config.block_size, Share()
     jobs = []
     for ids in prompts:
         if not ids:
@@ -96,7 +123,7 @@ def jobs_of(
             raise Refused(f"the prompt has {len(ids)} tokens, the context {size}", "prompt")
         most = min(given.max_tokens or size, size - len(ids) + 1)
         for i in range(given.texts):
-            jobs.append(Job(ids, most, settings, sampling, frozenset({eot}), stream=i, logprobs=given.logprobs))
+            jobs.append(Job(ids, most, settings, sampling, frozenset({eot, *ends}), stream=i, logprobs=given.logprobs, share=share))
     return jobs
 
 
@@ -104,6 +131,8 @@ def settings_of(given: CompletionRequest, model: LoopedGPT, calibrated: tuple[An
     """Rule, loops and cache of a request."""
     rule: Any = given.exit
     loops: Any = given.loops
+    if not model.config.n_groups and (loops is not None or given.tau is not None or rule not in (None, "none")):
+        raise Refused("this model has no loops: leave out exit, tau and loops", "loops" if loops is not None else "exit")
     if rule in (None, "auto") and calibrated is not None and given.tau is None:
         rule, loops = calibrated[0], loops or calibrated[1]
     elif rule == "auto":

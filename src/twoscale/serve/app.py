@@ -21,6 +21,9 @@ from twoscale.serve.server import Choice, Server
 from twoscale.serve.worker import Busy, Failed
 
 T = TypeVar("T")
+OPEN = ("/health",)  # what needs no key
+THERE = "there are POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
+CHAT = "this is a base model without a chat template: send its text to /v1/completions"
 
 
 def error(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -40,9 +43,9 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         key, limit, headers = self.server.key, self.server.limits.body, Headers(scope=scope)
-        if key is not None and scope["path"].startswith("/v1/"):
-            given = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        if key is not None and scope["path"] not in OPEN:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            if not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) or scheme.lower() != "bearer":
                 told = error(401, "give the API key as a bearer token", headers={"WWW-Authenticate": "Bearer"})
                 return await told(scope, receive, send)
         size = headers.get("content-length", "0")
@@ -75,17 +78,25 @@ def create_app(server: Server) -> FastAPI:
 
     app = FastAPI(title="twoscale", lifespan=lifespan, docs_url=None, redoc_url=None)
 
+    app.state.connections = server.connections
     app.add_middleware(Guard, server=server)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, problem: RequestValidationError) -> Response:
         first = problem.errors()[0]
+        if first.get("type") == "unknown_field":
+            return error(400, first["msg"], first["ctx"]["field"])
         where = ".".join(str(x) for x in first.get("loc", ()) if x != "body")
         return error(400, f"{where or 'the request'}: {first.get('msg', 'is malformed')}", where or None)
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, problem: HTTPException) -> Response:
-        return error(problem.status_code, str(problem.detail))
+        if problem.status_code not in (404, 405):
+            return error(problem.status_code, str(problem.detail))
+        asked = f"{request.method} {request.url.path[:100]} is not served here"
+        return error(
+            problem.status_code, f"{asked}: {CHAT if '/chat/' in request.url.path else THERE}", headers=dict(problem.headers or {})
+        )
 
     @app.exception_handler(Refused)
     async def refused(request: Request, problem: Refused) -> Response:

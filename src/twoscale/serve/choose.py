@@ -49,6 +49,8 @@ def choose_policy(model: LoopedGPT, rows: int, curve: dict[int, float] | None = 
     In lockstep rows leave a loop one after the other, so calls grow small towards its end. By depth rows are spread over the groups, so
     every call has about rows / groups of them. The curve is measured where none is given.
     """
+    if not model.config.n_groups:
+        return "lockstep", "lockstep (the model has no loops)"
     curve = curve or cost_curve(model, rows)
     low, high = SPREAD
     left = [rows * (min(high, high - k + 1) / (high - low + 1) if k > low else 1.0) for k in range(1, high + 1)]

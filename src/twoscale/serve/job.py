@@ -28,6 +28,14 @@ class Settings:
 
 
 @dataclass(eq=False)
+class Share:
+    """What one request, with all its texts, has had of the engine: see `fair`."""
+
+    work: float = 0.0
+    """Layer applications to one row, counted from the virtual time at which it began."""
+
+
+@dataclass(eq=False)
 class Job:
     """A prompt to be continued. `told(job)` is called, in the scheduler's thread, after every new token and once at the end."""
 
@@ -41,6 +49,8 @@ class Job:
     told: Callable[["Job"], Any] | None = None
     logprobs: int | None = None
     """How many likely tokens to note beside each new one, whose own log-probability is then noted too."""
+    share: Share = field(default_factory=Share)
+    """Of the request that it belongs to."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[tuple[int, ...]] = field(default_factory=list)

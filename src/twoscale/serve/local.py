@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import uvicorn
 from fastapi import FastAPI
 
 from twoscale.config import UserError
+from twoscale.serve.connections import HTTPServer
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -28,9 +28,8 @@ def listen(host: str, port: int) -> socket.socket:
 @contextmanager
 def running(app: FastAPI, patience: float = 60.0) -> Iterator[str]:
     """The address while the application runs; it ends gracefully, within `patience` seconds."""
-    config = uvicorn.Config(app, log_level="warning")
     listening = listen("127.0.0.1", 0)
-    server = uvicorn.Server(config)
+    server = HTTPServer(app, app.state.connections)
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
     thread.start()
     while not server.started:

@@ -9,22 +9,11 @@ from typing import Any
 from twoscale.data import Pieces, Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.serve.api import MOST_PROMPTS, CompletionRequest, Refused, jobs_of
+from twoscale.serve.connections import Connections
 from twoscale.serve.job import Job
+from twoscale.serve.limits import Limits
 from twoscale.serve.scheduler import Scheduler
 from twoscale.serve.worker import Worker
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request may ask for."""
-
-    body: int = 1 << 20
-    """Bytes of a request."""
-    seconds: float = 120.0
-    """Until a request is given up."""
-    loops: int = 64
-    queue: int = 256
-    """Requests that may wait."""
 
 
 @dataclass
@@ -39,23 +28,35 @@ class Choice:
     held: str = ""
     """What might be the beginning of a stop word."""
     finish: str | None = None
+    timed_out: bool = False
+    """Whether the time limit ended it."""
     offsets: list[int] = field(default_factory=list)
     """Where the text of each of its tokens begins; what comes after a stop word is not its own."""
 
-    def take(self, first: int, last: int, done: bool, eot: int) -> str:
+    def take(self, first: int, last: int, done: bool) -> str:
         """New text from tokens first .. last - 1."""
         before = len(self.text)
         for token in self.job.tokens[first:last]:
             if self.finish is not None:
                 break
             self.offsets.append(len(self.text) + len(self.held))
-            if token != eot:
+            if token not in self.job.stop:
                 self._add(self.pieces.add(token))
         if done and self.finish is None:
             self._add(self.pieces.rest())
         if done and self.finish is None:
             self.text, self.held = self.text + self.held, ""
             self.finish = self.job.finish if self.job.finish in ("stop", "length") else "stop"
+        return self.text[before:]
+
+    def cut(self) -> str:
+        """The time is up: what has been written so far is the answer. Returns its last piece."""
+        before, self.timed_out = len(self.text), True
+        self.take(len(self.offsets), len(self.job.tokens), False)
+        if self.finish is None:
+            self._add(self.pieces.rest())
+        if self.finish is None:
+            self.text, self.held, self.finish = self.text + self.held, "", "length"
         return self.text[before:]
 
     @property
@@ -95,6 +96,7 @@ class Server:
         self.longest = model.config.block_size * max(1, int(tokenizer.byte_lengths().max()))
         """Bytes that a prompt can have and still fit the context."""
         self.worker = Worker(scheduler, self.limits.queue)
+        self.connections = Connections(self.limits)
         self.started = int(time.time())
         self.refused = 0
 
@@ -127,12 +129,23 @@ class Server:
         return [Choice(job, Pieces(self.tokenizer, job.prompt), given.stops()) for job in jobs]
 
     async def news(self, choices: list[Choice]) -> AsyncIterator[tuple[int, str, int]]:
-        """(number, new text, first new token) as they come."""
+        """(number, new text, first new token) as they come.
+
+        When the time is up the answers end with what they have; TimeoutError where there is not one token.
+        """
         jobs = [c.job for c in choices]
-        async for i, news in self.worker.listen(jobs, self.limits.seconds):
-            choice = choices[i]
-            if choice.finish is None:
-                yield i, choice.take(news.first, news.last, news.done, self.tokenizer.eot), news.first
+        try:
+            async for i, news in self.worker.listen(jobs, self.limits.seconds):
+                choice = choices[i]
+                if choice.finish is None:
+                    yield i, choice.take(news.first, news.last, news.done), news.first
+        except TimeoutError:
+            if not any(choice.offsets for choice in choices):
+                raise
+            for i, choice in enumerate(choices):
+                if choice.finish is None:
+                    first = len(choice.offsets)
+                    yield i, choice.cut(), first
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -149,7 +162,8 @@ class Server:
                 "text_offset": choice.offsets[first:last],
             }
         steps = [list(s) for s in choice.steps[first:]]
-        return {"index": i, "text": text, "logprobs": told, "finish_reason": choice.finish, "steps": steps}
+        found = {"index": i, "text": text, "logprobs": told, "finish_reason": choice.finish, "steps": steps}
+        return {**found, "timed_out": True} if choice.timed_out else found
 
     def _spelt(self, token: int) -> str:
         """A token as text; its number where it is a part of a character, so that no two look alike."""
@@ -190,6 +204,13 @@ class Server:
         tell("waiting", "gauge", "Requests in the queue.", ("", len(s.waiting)))
         tell("running", "gauge", "Requests that are being served.", ("", len(s.running)))
         tell("refused_total", "counter", "Requests that were told to come back later.", ("", self.refused))
+        tell("connections", "gauge", "Open connections.", ("", len(self.connections.open)))
+        tell(
+            "connections_cut_total",
+            "counter",
+            "Connections closed by a time limit or to make room.",
+            ("", self.connections.cut),
+        )
         tell("finished_total", "counter", "Texts that have ended.", ("", c.finished))
         tell("tokens_total", "counter", "New tokens.", ("", c.tokens))
         tell("passed_total", "counter", "Tokens that went through the network, those of prompts included.", ("", c.passed))

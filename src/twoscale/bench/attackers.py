@@ -1,0 +1,90 @@
+"""Clients and attackers on loopback, each in a process of its own: run as a script, so that it loads nothing but this file.
+
+Standard input has one line of JSON.
+
+    {"role": "clients", "address", "clients", "asks"}
+        So many clients send the requests of `asks`, each once. Standard output: the seconds of each request, null where it failed.
+    {"role": "attackers", "address", "connections", "heavy", "seconds"}
+        So many connections send half a header and stay open, and the request `heavy` is sent. Those that the server closes are opened
+        again. Standard output: `ready` when all have been opened once. It ends after so many seconds, or when it is killed.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from typing import Any
+
+AGAIN = 1.0  # seconds until a connection that was closed is opened again
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+PATIENCE = 120.0  # seconds that a client waits for an answer
+
+
+def request(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    return head.encode() + b"Connection: close\r\n\r\n" + data
+
+
+async def ask(host: str, port: int, body: dict[str, Any]) -> float | None:
+    """Seconds until a request is answered in full; None where it is not answered with 200."""
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            reader, writer = await asyncio.open_connection(host, port)
+            with contextlib.closing(writer):
+                writer.write(request(body))
+                answer = await reader.read()
+    except (OSError, TimeoutError):
+        return None
+    return time.perf_counter() - began if answer.startswith(b"HTTP/1.1 200") else None
+
+
+async def clients(host: str, port: int, clients: int, asks: list[dict[str, Any]]) -> None:
+    """All requests, each once, by so many clients at a time."""
+    found: list[float | None] = [None] * len(asks)
+    todo = iter(enumerate(asks))
+
+    async def one() -> None:
+        for i, body in todo:
+            found[i] = await ask(host, port, body)
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+    print(json.dumps(found), flush=True)  # noqa: T201
+
+
+async def attackers(host: str, port: int, connections: int, heavy: dict[str, Any], seconds: float) -> None:
+    """Half-open connections, and one heavy request."""
+    opened, ready = set[int](), asyncio.Event()
+
+    async def one(i: int) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, port)
+                with contextlib.closing(writer):
+                    writer.write(HALF)
+                    opened.add(i)
+                    if len(opened) == connections:
+                        ready.set()
+                    await reader.read()  # until the server closes it
+            await asyncio.sleep(AGAIN)
+
+    tasks = [asyncio.create_task(one(i)) for i in range(connections)]
+    tasks.append(asyncio.create_task(ask(host, port, heavy)))  # type: ignore[arg-type]
+    await ready.wait()
+    print("ready", flush=True)  # noqa: T201
+    await asyncio.sleep(seconds)
+    for task in tasks:
+        task.cancel()
+
+
+def main() -> None:
+    given = json.loads(sys.stdin.readline())
+    host, _, port = given.pop("address").removeprefix("http://").partition(":")
+    run = clients if given.pop("role") == "clients" else attackers
+    asyncio.run(run(host, int(port), **given))
+
+
+if __name__ == "__main__":
+    main()

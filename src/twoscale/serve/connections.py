@@ -1,0 +1,253 @@
+"""HTTP connections with bounds: how many are open, and how long a client may take to send a request and to read its answer.
+
+uvicorn alone has none of these: half a header stays open for ever, and asyncio's accept loop logs an error for every connection that it
+cannot accept. `HTTPServer` is a uvicorn server that accepts connections itself. Where too many are open, the one that has been waiting for
+its client the longest is closed, so a new client always gets in, whatever others have left half open.
+"""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from twoscale.serve.limits import Limits
+from twoscale.serve.logs import LOG, limit_logs
+
+try:
+    import resource
+except ModuleNotFoundError:  # not a Unix system
+    resource = None  # type: ignore[assignment]
+
+BATCH = 4  # connections that are accepted before the event loop has its turn
+SEND_BUFFER = 1 << 17  # bytes that the system keeps for a client that does not read; by itself it would keep megabytes
+RETRY = 0.1  # seconds until accepting is tried again after an error
+
+
+class Phase(Enum):
+    """What a connection is waiting for."""
+
+    HEADERS = "headers"
+    BODY = "body"
+    ANSWER = "answer"
+    """Of the server: to be computed, or to be read by the client."""
+    IDLE = "idle"
+
+
+def most_connections(limits: Limits) -> int:
+    """Connections that may be open: as the limits say, and at most three quarters of the files that the process may open."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else -1
+    return limits.connections if files < 0 else max(1, min(limits.connections, 3 * files // 4))
+
+
+class Connections:
+    """All open connections of a server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.most = limits, most_connections(limits)
+        self.open: set[Connection] = set()
+        self.waiting: dict[Connection, None] = {}
+        """Those that wait for their client, the longest one first."""
+        self.cut = 0
+        """Connections that were closed by a time limit, or to make room for others."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no connection can be accepted: all are being answered."""
+        return len(self.open) >= self.most and not self.waiting
+
+    def enter(self, connection: "Connection", phase: Phase) -> None:
+        """A connection has come to another phase."""
+        self.waiting.pop(connection, None)
+        if phase is not Phase.ANSWER:
+            self.waiting[connection] = None
+
+    def discard(self, connection: "Connection") -> None:
+        self.waiting.pop(connection, None)
+        self.open.discard(connection)
+
+    def make_room(self) -> None:
+        """Close those that have waited longest until no more are open than may be."""
+        while len(self.open) > self.most and self.waiting:
+            self.close_oldest()
+
+    def close_oldest(self) -> None:
+        """Close the connection that has waited longest for its client."""
+        oldest = next(iter(self.waiting), None)
+        if oldest is not None:
+            self.cut += 1
+            self.discard(oldest)
+            oldest.transport.abort()
+            LOG.warning("%d connections are open: those that have waited longest for their client are closed", self.most)
+
+    def sweep(self, now: float) -> None:
+        """Close the connections whose time is up."""
+        for connection in list(self.open):
+            if connection.transport is not None and now > connection.deadline():
+                self.cut += connection.phase is not Phase.IDLE
+                connection.expire()
+
+
+class Connection(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol with a time limit for each phase."""
+
+    def __init__(self, connections: Connections, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.registry, self.limits = connections, connections.limits
+        self.phase, self.since = Phase.HEADERS, time.monotonic()
+        self.blocked: float | None = None
+        """Since when the client has not read what was written."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.registry.enter(self, self.phase)
+        self.registry.make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.registry.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._update(Phase.HEADERS)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._update(Phase.IDLE)
+
+    def pause_writing(self) -> None:
+        self.blocked = time.monotonic()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.blocked = None
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Idle connections are closed by `Connections.sweep`."""
+
+    def _update(self, between: Phase) -> None:
+        """Note the phase; `between` is the one of a connection that has no request."""
+        if self not in self.registry.open:
+            return
+        if self.conn.their_state is h11.SEND_BODY:
+            phase = Phase.BODY
+        elif self.cycle is not None and not self.cycle.response_complete:
+            phase = Phase.ANSWER
+        else:
+            phase = between
+        if phase is not self.phase:
+            self.phase, self.since = phase, time.monotonic()
+            self.registry.enter(self, phase)
+
+    def deadline(self) -> float:
+        """When the connection is to be closed."""
+        if self.blocked is not None:
+            return self.blocked + self.limits.write_seconds
+        if self.phase is Phase.ANSWER:
+            return float("inf")
+        if self.phase is not Phase.IDLE:
+            return self.since + self.limits.read_seconds
+        unread = self.transport.get_write_buffer_size() > 0
+        return self.since + (self.limits.write_seconds if unread else self.limits.idle_seconds)
+
+    def expire(self) -> None:
+        """Close the connection. A client that has sent half a request is told so."""
+        if self.phase in (Phase.HEADERS, Phase.BODY) and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_408()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # close would wait for the client to read
+        else:
+            self.transport.close()
+
+    def _send_408(self) -> None:
+        words = f"no whole {self.phase.value} within {self.limits.read_seconds:g} seconds"
+        body = json.dumps({"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        events = (h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"), h11.Data(data=body), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+
+
+class Listener:
+    """Accepts the connections of one socket, in place of asyncio's server."""
+
+    def __init__(self, listening: socket.socket, connections: Connections, make: Callable[[], Connection]) -> None:
+        self.listening, self.connections, self.make = listening, connections, make
+        self.loop = asyncio.get_running_loop()
+        self.opening: set[asyncio.Task[None]] = set()
+        self.closed = False
+        listening.setblocking(False)
+        self._resume()
+
+    def _resume(self) -> None:
+        if not self.closed:
+            self.loop.add_reader(self.listening, self._accept)
+
+    def _pause(self) -> None:
+        """The socket stays readable while connections wait in the kernel's queue: look at it again a little later."""
+        self.loop.remove_reader(self.listening)
+        self.loop.call_later(RETRY, self._resume)
+
+    def _accept(self) -> None:
+        for _ in range(BATCH):
+            if self.connections.full and not self.opening:
+                return self._pause()
+            try:
+                accepted, _ = self.listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return None
+            except OSError as error:  # no files or no memory left
+                LOG.warning("a connection could not be accepted: %s", error)
+                self.connections.close_oldest()
+                return self._pause()
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+            connection = self.make()
+            self.connections.open.add(connection)
+            task = self.loop.create_task(self._open(accepted, connection))
+            self.opening.add(task)
+            task.add_done_callback(self.opening.discard)
+        return None
+
+    async def _open(self, accepted: socket.socket, connection: Connection) -> None:
+        try:
+            await self.loop.connect_accepted_socket(lambda: connection, accepted)
+        except OSError:
+            self.connections.discard(connection)
+            accepted.close()
+
+    def close(self) -> None:
+        self.closed = True
+        self.loop.remove_reader(self.listening)
+
+    async def wait_closed(self) -> None:
+        """`uvicorn.Server` waits for its connections itself."""
+
+
+class HTTPServer(uvicorn.Server):
+    """A uvicorn server with bounded connections."""
+
+    def __init__(self, app: Any, connections: Connections, **settings: Any) -> None:
+        super().__init__(uvicorn.Config(app, http="h11", ws="none", log_level="warning", access_log=False, **settings))
+        limit_logs()
+        self.connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])  # uvicorn starts the application and listens on no socket
+        self.servers = [Listener(listening, self.connections, self._make) for listening in sockets or ()]  # type: ignore[misc]
+        self._sweep()
+
+    def _make(self) -> Connection:
+        return Connection(self.connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    def _sweep(self) -> None:
+        limits = self.connections.limits
+        self.connections.sweep(time.monotonic())
+        every = min(1.0, limits.read_seconds / 4, limits.idle_seconds / 4, limits.write_seconds / 4)
+        asyncio.get_running_loop().call_later(every, self._sweep)

@@ -1,0 +1,36 @@
+"""The server's log, bounded: clients cannot fill a disk with messages about themselves."""
+
+import logging
+import time
+
+LOG = logging.getLogger("twoscale.serve")
+LOGGERS = ("twoscale.serve", "uvicorn.error", "asyncio")
+MOST, SECONDS = 5, 60.0
+
+
+class RateLimit(logging.Filter):
+    """At most `most` messages in `seconds` from one line of code; the next one after that says how many were left out."""
+
+    def __init__(self, most: int = MOST, seconds: float = SECONDS) -> None:
+        super().__init__()
+        self.most, self.seconds = most, seconds
+        self.counts: dict[tuple[str, int], tuple[float, int]] = {}
+        """For each line of code: when its minute began, and its messages since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key, now = (record.pathname, record.lineno), time.monotonic()
+        began, count = self.counts.get(key, (now, 0))
+        if now - began > self.seconds:
+            if count > self.most:
+                record.msg, record.args = f"{record.getMessage()} ({count - self.most} more like it were left out)", ()
+            began, count = now, 0
+        self.counts[key] = began, count + 1
+        return count < self.most
+
+
+def limit_logs() -> None:
+    """Limit the messages of the server, of uvicorn and of asyncio."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, RateLimit) for known in logger.filters):
+            logger.addFilter(RateLimit())
