@@ -6,6 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import twoscale
+from conftest import small_model
+from test_model import loud
+from twoscale.engine import Engine
+from twoscale.engine.native import pointer, row_pointer
+from twoscale.engine.rows import Rows, part_of
 
 HERE = Path(__file__).parent
 HEAD = """
@@ -55,7 +63,6 @@ def plain_answers() -> str:
     return run(DEFAULTS, "")
 
 
-@pytest.mark.xfail(strict=True, reason="scratch memory for C has torch's default dtype and device")
 @pytest.mark.parametrize("when", ["early", "late"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_default_dtype(dtype: str, when: str, plain_answers: str) -> None:
@@ -63,8 +70,45 @@ def test_default_dtype(dtype: str, when: str, plain_answers: str) -> None:
     assert run(DEFAULTS, f"torch.set_default_dtype(torch.{dtype})", when) == plain_answers
 
 
-@pytest.mark.xfail(strict=True, reason="scratch memory for C has torch's default dtype and device")
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_default_device(when: str, plain_answers: str) -> None:
     """Answers are the same to the bit whatever torch's default device is."""
     assert run(DEFAULTS, 'torch.set_default_device("meta")', when) == plain_answers
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(8, dtype=torch.float64), torch.zeros(7), torch.zeros(9), torch.zeros(16)[::2], torch.zeros(8, device="meta")],
+    ids=["dtype", "short", "long", "strided", "device"],
+)
+def test_pointer(tensor: torch.Tensor) -> None:
+    """No address is given to C of memory with another dtype, size, layout or device than the kernel expects."""
+    assert pointer(torch.zeros(2, 4), 8) != 0
+    with pytest.raises(TypeError, match="memory for a C kernel must be 8 contiguous entries of torch.float32"):
+        pointer(tensor, 8)
+
+
+def test_row_pointer() -> None:
+    """Rows may lie apart, as slices of one tensor do; entries of a row may not."""
+    heads = torch.zeros(1, 3, 6, 4)
+    assert row_pointer(heads[:, :, 2:4], 3, 2, 4) == heads.data_ptr() + 4 * 8
+    for bad in (heads[..., :2], heads.transpose(2, 3), heads.double(), heads[:, :2], heads[:, :, ::2]):
+        with pytest.raises(TypeError, match="memory for a C kernel"):
+            row_pointer(bad, 3, 6, 4)
+
+
+def test_position_outside_the_cache() -> None:
+    """Rows whose positions lie outside their cache never reach a kernel."""
+    engine = Engine(loud(small_model()), loops=2)
+    cache = engine.open(3)
+    rows = Rows([part_of(0, cache, 3, 1)], torch.tensor([[3], [0], [0]]), engine.library)
+    with pytest.raises(IndexError, match="position 3 lies outside a cache for 3 tokens"):
+        engine.plain(0, engine.model.embed(rows.tokens, rows.positions), None, rows)
+
+
+def test_half_precision_model() -> None:
+    """A model in bf16 decodes on torch's operators, with states, keys and values in bf16."""
+    model = loud(small_model(), scale=0.1).bfloat16()
+    engine = Engine(model, loops=3)
+    assert engine.library is None and engine.open(4).layers[0].keys.dtype == torch.bfloat16
+    assert twoscale.generate(model, [[1, 2, 3]], 4).tokens == twoscale.generate(model, [[1, 2, 3]], 4, kernels="plain").tokens

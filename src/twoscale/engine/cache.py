@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import ModelConfig, UserError
+from twoscale.engine.native import pointer
 
 Place = int | slice | Tensor  # one position, a run of them, or any
 
@@ -87,7 +88,7 @@ class LayerCache:
                 if self.depth:
                     grown[: self.depth, :, :length] = getattr(self, name)[: self.depth, :, :length]
                 setattr(self, name, grown)
-            self.addresses = (self.keys.data_ptr(), self.values.data_ptr())
+            self._locate()
             self.level_bytes = self.keys[0].nbytes
         for new in range(self.depth, level + 1):
             if new:
@@ -98,8 +99,13 @@ class LayerCache:
     def copy(self) -> "LayerCache":
         new = copy(self)
         new.keys, new.values = self.keys.clone(), self.values.clone()
-        new.addresses = (new.keys.data_ptr(), new.values.data_ptr())
+        new._locate()
         return new
+
+    def _locate(self) -> None:
+        """Note where the C kernels find the levels; torch's operators need no addresses."""
+        if self.library is not None:
+            self.addresses = (pointer(self.keys, self.keys.numel()), pointer(self.values, self.values.numel()))
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +127,10 @@ class Cache:
         """`like` has the type and the device of keys and values; fp32 on the CPU if it is not given."""
         self.capacity, self.length = capacity, 0
         levels = parse_kv(kv)
-        shape, like = (config.kv_heads, capacity, config.head_dim), torch.empty(0) if like is None else like
+        shape, like = (
+            (config.kv_heads, capacity, config.head_dim),
+            torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like,
+        )
         self.layers = [
             LayerCache(shape, 1 if group is None else min(loops[group], levels or loops[group]), like, library)
             for layers, group in config.stages

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.engine.cache import Cache, parse_kv
+from twoscale.engine.native import pointer
 from twoscale.engine.quick import PARALLEL, Kernels, library_of, quicken
 from twoscale.engine.rows import Rows, part_of
 from twoscale.exits import Exit, Gate, Watch, plan
@@ -83,7 +84,7 @@ class Engine:
             self.first_layers.append(self.first_layers[-1] + len(layers))
         self._tables = _tables_of(model, seed, self._like)
         self._numbers = (ctypes.c_float * 4)()
-        self.nothing = torch.empty(0, device=self.device)
+        self.nothing = torch.empty(0, dtype=torch.float32, device=self.device)
         self.no_rows = Rows([], torch.empty(3, 0, dtype=torch.int64, device=self.device))
 
     def meter(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
@@ -91,7 +92,8 @@ class Engine:
         n, C = after.shape
         numbers = self._numbers if n == 1 else (ctypes.c_float * (4 * n))()
         threads = 1 if n * C < PARALLEL else torch.get_num_threads()
-        self.library.measure(threads, n, C, before.data_ptr(), after.data_ptr(), last.data_ptr(), numbers)  # type: ignore[union-attr]
+        places = pointer(before, n * C), pointer(after, n * C), pointer(last, n * C)
+        self.library.measure(threads, n, C, *places, numbers)  # type: ignore[union-attr]
         # As doubles, which a single token's plain floats are: a token must not pass or fail by who is beside it.
         return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
 
@@ -273,7 +275,7 @@ class Loop:
             part.cache.layers[layer].settle(part.k, part.at)
         kept = before if passed and self._printed else after
         self._empty()
-        return Left(rows.places, self.group.leave(kept), torch.tensor([part.k], device=after.device))
+        return Left(rows.places, self.group.leave(kept), torch.tensor([part.k], dtype=torch.int64, device=after.device))
 
     def _release(self, before: Tensor, after: Tensor, passed: Tensor | bool | None) -> Left | None:
         """Let go the rows that have passed the rule or taken all their steps."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twoscale.config import UserError
-from twoscale.engine.native import ROWS, BlockWeights, native, panels
+from twoscale.engine.native import PANEL, ROWS, BlockWeights, native, panels, pointer
 from twoscale.engine.rows import RowAttention
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=nn.Module)
 def can_pack() -> bool:
     """Whether this build of torch has the packed linear operators, and they give the right answer."""
     try:
-        x, w = torch.ones(2, 32), torch.arange(32.0 * 32).view(32, 32)
+        x, w = (torch.arange(n * 32, dtype=torch.float32, device="cpu").view(n, 32) for n in (2, 32))
         return torch.allclose(packed_linear(x, pack(w)), F.linear(x, w))
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
@@ -73,11 +73,13 @@ class QuickLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.numel() // self.columns
-        if self.native is not None and n <= ROWS:
+        if self.native is not None and n <= ROWS and x.dtype is torch.float32:
             x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.rows)
             if self.inside is None:
                 self.inside = panels(self.weight)
-            self.native.linear(torch.get_num_threads(), n, self.columns, self.rows, x.data_ptr(), self.inside.data_ptr(), y.data_ptr())
+            weight = pointer(self.inside, -(-self.rows // PANEL) * PANEL * self.columns)
+            places = pointer(x, n * self.columns), weight, pointer(y, n * self.rows)
+            self.native.linear(torch.get_num_threads(), n, self.columns, self.rows, *places)
             return y
         if n <= MANY and (self.pays_alone or (self.pays and n > 1)):
             if self.packed is None:
@@ -104,13 +106,14 @@ class QuickNorm(nn.Module):
         width = norm.weight.shape[0]
         self.gain = norm.weight.detach().float() * math.sqrt(width)
         self.weight, self.eps, self.library = norm.weight.detach(), norm.eps, library
-        self.floor = torch.tensor(math.sqrt(width * norm.eps), device=norm.weight.device)
+        self.floor = torch.tensor(math.sqrt(width * norm.eps), dtype=torch.float32, device=norm.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.library is not None and x.dtype == torch.float32:
-            x, y, C = x.contiguous(), torch.empty_like(x), x.shape[-1]
-            threads = torch.get_num_threads() if x.numel() > PARALLEL else 1
-            self.library.norms(threads, x.numel() // C, C, x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr())
+            x, C = x.contiguous(), x.shape[-1]
+            y, size = torch.empty_like(x), x.numel()
+            threads = torch.get_num_threads() if size > PARALLEL else 1
+            self.library.norms(threads, size // C, C, pointer(x, size), pointer(self.weight, C), self.eps, pointer(y, size))
             return y
         x32 = x.float()
         length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
@@ -129,7 +132,8 @@ class QuickMLP(nn.Module):
         M = h.shape[-1] // 2 if self.gated else h.shape[-1]
         y = h.new_empty(*h.shape[:-1], M) if self.gated else h
         threads = torch.get_num_threads() if h.numel() > PARALLEL else 1
-        self.library.silus(threads, y.numel() // M, M, self.gated, h.data_ptr(), y.data_ptr())
+        n = y.numel() // M
+        self.library.silus(threads, n, M, self.gated, pointer(h, n * M * (2 if self.gated else 1)), pointer(y, n * M))
         return cast(Tensor, self.down(y))
 
 
@@ -139,8 +143,9 @@ class QuickBlock(nn.Module):
     def __init__(self, block: Block, ordinary: Block, library: Any) -> None:
         super().__init__()
         self.block, self.ordinary, self.library = [block], ordinary, library  # in a list: it is not a child
-        self.on_sum, self.eps = block.on_sum, block.norm1.eps
-        self.gains = [norm.weight.data_ptr() if isinstance(norm, RMSNorm) else None for norm in (block.norm2, block.norm3, block.norm4)]
+        self.on_sum, self.eps, self.width, self.head_dim = block.on_sum, block.norm1.eps, block.attn.qkv.in_features, block.attn.head_dim
+        norms = (block.norm2, block.norm3, block.norm4)
+        self.gains = [pointer(norm.weight, norm.weight.numel()) if isinstance(norm, RMSNorm) else None for norm in norms]
         self.address: int | None = None
 
     def _open(self) -> int:
@@ -150,7 +155,7 @@ class QuickBlock(nn.Module):
         order: tuple[Any, ...] = (block.norm1, attn.qkv, attn.qk_bias, attn.out, block.norm2, block.norm3, mlp.up, mlp.down, block.norm4)
         weights = [_inside(m) for m in order]
         sizes = (attn.qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, mlp.down.in_features)
-        places = (None if w is None else w.data_ptr() for w in weights)
+        places = (None if w is None else pointer(w, w.numel()) for w in weights)
         self.inside = weights, BlockWeights(*sizes, mlp.gated, block.on_sum, self.eps, *places)
         self.scratch = 3 * sizes[0] + 2 * (attn.heads + attn.kv_heads) * attn.head_dim + mlp.up.out_features
         self.address = ctypes.addressof(self.inside[1])
@@ -160,10 +165,11 @@ class QuickBlock(nn.Module):
         if not isinstance(attend, RowAttention) or not attend.rows.native:
             return self._many(x, rope, attend)
         rows, address, threads = attend.rows, self.address or self._open(), torch.get_num_threads()
-        x, out = x.contiguous(), torch.empty_like(x)
-        work = torch.empty(rows.n * self.scratch + 2 * threads * rows.longest)
-        cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
-        self.library.block(threads, rows.n, address, x.data_ptr(), cos, sin, attend.seen(), work.data_ptr(), out.data_ptr())
+        x = x.contiguous()
+        out, size = torch.empty_like(x), rows.n * self.width
+        cos, sin = (None, None) if rope is None else (pointer(angle, rows.n * self.head_dim) for angle in rope)
+        work = rows.scratch(rows.n * self.scratch + 2 * threads * rows.longest)
+        self.library.block(threads, rows.n, address, pointer(x, size), cos, sin, attend.seen(), work, pointer(out, size))
         return out
 
     def _many(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
@@ -172,9 +178,10 @@ class QuickBlock(nn.Module):
         x = x.contiguous()
         n, threads = x.numel() // C, torch.get_num_threads() if x.numel() > PARALLEL else 1
         y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
-        self.library.joins(threads, n, C, self.on_sum, x.data_ptr(), y.data_ptr(), gain2, gain3, self.eps, middle.data_ptr())
+        at_x, at_y, at_middle, at_out = (pointer(t, n * C) for t in (x, y, middle, out))
+        self.library.joins(threads, n, C, self.on_sum, at_x, at_y, gain2, gain3, self.eps, at_middle)
         y = block.mlp(y)
-        self.library.joins(threads, n, C, self.on_sum, middle.data_ptr(), y.data_ptr(), gain4, None, self.eps, out.data_ptr())
+        self.library.joins(threads, n, C, self.on_sum, at_middle, pointer(y, n * C), gain4, None, self.eps, at_out)
         return out
 
 

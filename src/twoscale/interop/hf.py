@@ -67,7 +67,7 @@ class EngineCache:
         states, taken = engine.run([(b, self.rows[b], ids[b][real[b]].tolist()) for b in live])
         self.seen += ids.shape[1]
         there = real.to(engine.device)
-        logits = torch.zeros(*ids.shape, engine.config.vocab_size, device=engine.device)
+        logits = torch.zeros(*ids.shape, engine.config.vocab_size, dtype=torch.float32, device=engine.device)
         steps = torch.zeros(*ids.shape, engine.config.n_groups, dtype=torch.int64, device=engine.device)
         logits[there], steps[there] = engine.model.head(states).float(), taken
         return logits, steps
