@@ -3,6 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,8 @@ import torch
 import twoscale
 from conftest import small_model
 from test_model import loud
-from twoscale.engine import Engine
-from twoscale.engine.native import pointer, row_pointer
+from twoscale.engine import Engine, loop
+from twoscale.engine.native import native, pointer, row_pointer
 from twoscale.engine.rows import Rows, part_of
 from twoscale.model import LoopedGPT
 
@@ -212,3 +216,70 @@ def test_weights_that_change_under_transformers() -> None:
     optimizer.step()
     fresh.load_state_dict(wrapped.state_dict())
     assert torch.equal(logits(wrapped), logits(fresh)) and not torch.equal(logits(wrapped), before)
+
+
+def at_once(work: Callable[[int], object], n: int = 4) -> list[object]:
+    """work(0) .. work(n - 1) by n threads that start together."""
+    barrier = threading.Barrier(n)
+
+    def one(i: int) -> object:
+        barrier.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(one, range(n)))
+
+
+FIRST_USE = """
+import time
+from collections import Counter
+from test_memory import at_once
+from twoscale.engine import quick
+
+if quick.native() is not None:
+    panels, packed = quick.panels, Counter()
+
+    def slow_panels(weight):
+        packed[weight.data_ptr()] += 1
+        time.sleep(0.005)  # the others get here meanwhile, if they may
+        return panels(weight)
+
+    quick.panels = slow_panels
+    model = loud(small_model(), scale=0.1)
+    found = at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8).tokens)
+    assert max(packed.values()) == 1, packed
+    assert found == [twoscale.generate(model, [[1, 2, 3]], 8).tokens] * 4
+"""
+
+
+@pytest.mark.xfail(strict=True, reason="every thread packs the weights, and frees the copy that another one's C call reads")
+def test_first_use_by_threads() -> None:
+    """Threads that decode with one fresh model at the same time share one packed copy of each weight, and get the right answers."""
+    run(FIRST_USE)
+
+
+@pytest.mark.xfail(strict=True, reason="a thread may be handed the start states of another one's seed")
+def test_seeds_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that decode with one model and different seeds at the same time each get their own seed's start states."""
+    model = loud(small_model(), scale=0.1)
+
+    class Slow(dict[object, object]):
+        """Lets other threads run between two lines of whoever sets an item."""
+
+        def __setitem__(self, key: object, value: object) -> None:
+            super().__setitem__(key, value)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(loop, "_TABLES", Slow())
+    want = [twoscale.generate(model, [[1, 2, 3]], 8, seed=i).tokens for i in range(4)]
+    for _ in range(3):
+        assert at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8, seed=i).tokens) == want
+
+
+@pytest.mark.xfail(strict=True, reason="every thread loads the library for itself")
+def test_library_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are loaded once, whoever asks first."""
+    if native() is None:
+        pytest.skip("no C compiler on this machine")
+    native.cache_clear()
+    assert len({id(library) for library in at_once(lambda i: native())}) == 1
