@@ -252,13 +252,11 @@ if quick.native() is not None:
 """
 
 
-@pytest.mark.xfail(strict=True, reason="every thread packs the weights, and frees the copy that another one's C call reads")
 def test_first_use_by_threads() -> None:
     """Threads that decode with one fresh model at the same time share one packed copy of each weight, and get the right answers."""
     run(FIRST_USE)
 
 
-@pytest.mark.xfail(strict=True, reason="a thread may be handed the start states of another one's seed")
 def test_seeds_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that decode with one model and different seeds at the same time each get their own seed's start states."""
     model = loud(small_model(), scale=0.1)
@@ -276,8 +274,7 @@ def test_seeds_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8, seed=i).tokens) == want
 
 
-@pytest.mark.xfail(strict=True, reason="every thread loads the library for itself")
-def test_library_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_by_threads() -> None:
     """The kernels are loaded once, whoever asks first."""
     if native() is None:
         pytest.skip("no C compiler on this machine")

@@ -12,6 +12,7 @@ Shapes: N rows, C width, G group.
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -185,14 +186,17 @@ class Engine:
 
 
 _TABLES: WeakKeyDictionary[LoopedGPT, tuple[object, dict[int, Tensor]]] = WeakKeyDictionary()
+_TABLES_LOCK = threading.Lock()
 
 
 def _tables_of(model: LoopedGPT, seed: int, like: Tensor) -> dict[int, Tensor]:
     """Start states of all positions, by group: the engines of a model share them, as long as they have the same seed."""
     key = (seed, like.dtype, like.device)
-    if model not in _TABLES or _TABLES[model][0] != key:
-        _TABLES[model] = (key, {})
-    return _TABLES[model][1]
+    with _TABLES_LOCK:
+        held = _TABLES.get(model)
+        if held is None or held[0] != key:
+            held = _TABLES[model] = (key, {})
+        return held[1]
 
 
 class Loop:

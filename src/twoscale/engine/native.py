@@ -13,10 +13,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+import threading
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,28 @@ class Seen(ctypes.Structure):
     )
 
 
-@cache
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """A function without arguments whose result is made once, by the thread that asks first; the others wait for it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.__doc__ = make.__doc__
+        self._make, self._made, self._lock = make, list[T](), threading.Lock()
+
+    def __call__(self) -> T:
+        if not self._made:
+            with self._lock:
+                if not self._made:
+                    self._made.append(self._make())
+        return self._made[0]
+
+    def cache_clear(self) -> None:
+        self._made = []
+
+
+@Once
 def native() -> Any | None:
     """The loaded library, or None."""
     if os.environ.get("TWOSCALE_NATIVE", "1") == "0":

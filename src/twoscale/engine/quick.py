@@ -14,7 +14,7 @@ Shapes: N rows, C width.
 
 import ctypes
 import math
-from functools import cache
+import threading
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twoscale.config import UserError
-from twoscale.engine.native import PANEL, ROWS, BlockWeights, native, panels, pointer
+from twoscale.engine.native import PANEL, ROWS, BlockWeights, Once, native, panels, pointer
 from twoscale.engine.rows import RowAttention
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
@@ -38,8 +38,10 @@ PARALLEL = 16_384  # entries from which a second thread pays
 
 M = TypeVar("M", bound=nn.Module)
 
+_PACKING = threading.RLock()  # one thread at a time makes copies; the kernels run without the GIL, and must never lose one that they read
 
-@cache
+
+@Once
 def can_pack() -> bool:
     """Whether this build of torch has the packed linear operators, and they give the right answer."""
     try:
@@ -76,14 +78,16 @@ class QuickLinear(nn.Module):
         if self.native is not None and n <= ROWS and x.dtype is torch.float32:
             x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.rows)
             if self.inside is None:
-                self.inside = panels(self.weight)
+                with _PACKING:
+                    self.inside = panels(self.weight) if self.inside is None else self.inside
             weight = pointer(self.inside, -(-self.rows // PANEL) * PANEL * self.columns)
             places = pointer(x, n * self.columns), weight, pointer(y, n * self.rows)
             self.native.linear(torch.get_num_threads(), n, self.columns, self.rows, *places)
             return y
         if n <= MANY and (self.pays_alone or (self.pays and n > 1)):
             if self.packed is None:
-                self.packed = pack(self.weight)
+                with _PACKING:
+                    self.packed = pack(self.weight) if self.packed is None else self.packed
             return packed_linear(x, self.packed)
         return F.linear(x, self.weight)
 
@@ -150,6 +154,10 @@ class QuickBlock(nn.Module):
 
     def _open(self) -> int:
         """Put the weights into panels and tell the kernel where everything lies; when few rows first come."""
+        with _PACKING:
+            return self.address or self._pack()
+
+    def _pack(self) -> int:
         block = self.block[0]
         attn, mlp = block.attn, block.mlp
         order: tuple[Any, ...] = (block.norm1, attn.qkv, attn.qk_bias, attn.out, block.norm2, block.norm3, mlp.up, mlp.down, block.norm4)
@@ -196,11 +204,12 @@ def quicken(model: LoopedGPT, kernels: Kernels = "auto") -> LoopedGPT:
     """The copy for decoding; made once for a model, and again when its weights have changed."""
     if kernels not in ("auto", "packed", "plain"):
         raise UserError(f"kernels = {kernels!r}: choose auto, packed or plain")
-    made = _MADE.setdefault(model, {})
     state = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
-    if kernels not in made or made[kernels][0] != state:
-        made[kernels] = (state, _quick(model, kernels))
-    return made[kernels][1]
+    with _PACKING:
+        made = _MADE.setdefault(model, {})
+        if kernels not in made or made[kernels][0] != state:
+            made[kernels] = (state, _quick(model, kernels))
+        return made[kernels][1]
 
 
 def library_of(model: LoopedGPT) -> Any | None:
