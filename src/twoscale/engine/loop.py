@@ -63,7 +63,10 @@ class Engine:
         kv: str = "exact",
         seed: int = 0,
         kernels: Kernels = "auto",
+        decoder: LoopedGPT | None = None,
     ) -> None:
+        """`decoder` is a copy of the model by `quicken`, for a caller who makes many engines; without it all weights are read once,
+        to see whether the copy at hand is still right. An engine decodes with the weights as they were when it was made."""
         self.config = model.config
         self.loops = self.config.loops_for(loops)
         self.rules = plan(exit, self.config.n_groups)
@@ -72,7 +75,7 @@ class Engine:
         parse_kv(kv)
         self.kv, self.noise = kv, StateNoise(seed)
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        self.model = model if autocast else quicken(model, kernels)
+        self.model = model if autocast else decoder or quicken(model, kernels)
         self.library = library_of(self.model)
         self.device = model.wte.weight.device
         self._like = torch.empty(

@@ -46,6 +46,7 @@ _SIGNATURES = {
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
     "measure": [_INT] * 3 + [_PTR] * 4,
     "block": [_INT] * 2 + [_PTR] * 7,
+    "fingerprints": [_INT] * 2 + [_PTR] * 3,
 }
 
 

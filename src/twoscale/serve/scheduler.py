@@ -26,6 +26,7 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.engine import Engine, Loop
 from twoscale.engine.cache import bytes_per_token
+from twoscale.engine.quick import quicken
 from twoscale.engine.rows import Part, Rows, part_of
 from twoscale.model import LoopedGPT
 from twoscale.model.group import LoopGroup
@@ -232,6 +233,7 @@ class Scheduler:
         self.running: list[Job] = []
         self.held = 0
         """Bytes of keys and values that the running jobs may come to hold."""
+        self._decoder = quicken(model)  # one copy for all engines: the weights as they are now
         self._ways: dict[Settings, tuple[Engine, Way]] = {}
         self._lock = threading.Lock()
 
@@ -360,6 +362,6 @@ class Scheduler:
 
     def _way(self, settings: Settings) -> tuple[Engine, Way]:
         if settings not in self._ways:
-            engine = Engine(self.model, loops=settings.loops, exit=settings.exit, kv=settings.kv, seed=settings.seed)
+            engine = Engine(self.model, loops=settings.loops, exit=settings.exit, kv=settings.kv, seed=settings.seed, decoder=self._decoder)
             self._ways[settings] = engine, Lockstep(engine) if self.policy == "lockstep" else Depth(engine)
         return self._ways[settings]
