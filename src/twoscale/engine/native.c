@@ -502,32 +502,43 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
     END
 }
 
-/* 64-bit sums of `count` tensors' bytes, for noticing that a weight has changed. A tensor is taken in pieces, each read in eight lanes of
- * 8 bytes: h <- rotate(h ^ word) * odd. That is a bijection of h for any word and of the word for any h, so a change within one word of a
- * piece always changes the piece's sum; the pieces' sums, which depend on their places, are combined by xor. */
+/* 64-bit sums of `count` tensors' bytes, for noticing that a weight has changed. A tensor is taken in pieces, and each piece in eight lanes of
+ * words: h <- P(h) ^ word with a permutation P (a round of AES, or a rotation and an odd factor). That is a bijection of h for any word and
+ * of the word for any h, so a change within one word always changes the piece's sum; the pieces' sums, which depend on their places, are
+ * combined by xor. Reading the memory takes longer than the arithmetic. */
 #define PIECE (1 << 18)
 #define LANES 8
 
-static inline uint64_t blend(uint64_t h, uint64_t word) {
-    h ^= word;
-    return (h << 29 | h >> 35) * 0x9E3779B97F4A7C15u;
-}
+static inline uint64_t blend(uint64_t h, uint64_t word) { return ((h << 29 | h >> 35) * 0x9E3779B97F4A7C15u) ^ word; }
+
+#ifdef __AES__
+typedef __m128i Word;
+static inline Word stir(Word h, Word word) { return _mm_aesenc_si128(h, word); }
+static inline Word seed_of(int j) { return _mm_set1_epi64x(j + 1); }
+#else
+typedef uint64_t Word;
+static inline Word stir(Word h, Word word) { return blend(h, word); }
+static inline Word seed_of(int j) { return j + 1; }
+#endif
 
 static uint64_t piece_sum(const unsigned char *p, int64_t bytes, uint64_t place) {
-    uint64_t h[LANES], sum = place, word;
+    Word h[LANES], word;
+    uint64_t sum = place, halves[LANES * sizeof h[0] / 8];
     int64_t i = 0;
-    for (int j = 0; j < LANES; j++) h[j] = j + 1;
-    for (; i + 8 * LANES <= bytes; i += 8 * LANES) {
-        __builtin_prefetch(p + i + 2048, 0, 0);
-        for (int j = 0; j < LANES; j++) memcpy(&word, p + i + 8 * j, 8), h[j] = blend(h[j], word);
+    for (int j = 0; j < LANES; j++) h[j] = seed_of(j);
+    for (; i + (int64_t)sizeof h <= bytes; i += sizeof h)
+        for (int j = 0; j < LANES; j++) memcpy(&word, p + i + j * sizeof word, sizeof word), h[j] = stir(h[j], word);
+    for (int j = 0; i < bytes; i += sizeof word, j++) {
+        int64_t rest = bytes - i < (int64_t)sizeof word ? bytes - i : (int64_t)sizeof word;
+        memset(&word, 0, sizeof word);
+        memcpy(&word, p + i, rest);
+        h[j] = stir(h[j], word);
     }
-    for (; i < bytes; i += 8) {
-        word = 0;
-        memcpy(&word, p + i, bytes - i < 8 ? bytes - i : 8);
-        h[0] = blend(h[0], word);
-    }
-    for (int j = 0; j < LANES; j++) sum = blend(sum, h[j]);
-    return blend(sum ^ sum >> 32, (uint64_t)bytes);
+    for (int j = 0; j < LANES; j++) h[j] = stir(h[j], seed_of(j));
+    memcpy(halves, h, sizeof h);
+    for (int j = 0; j < (int)(sizeof h / 8); j++) sum = blend(sum, halves[j]);
+    sum = blend(sum, bytes);
+    return sum ^ sum >> 32;
 }
 
 void fingerprints(int threads, int count, const unsigned char *const *data, const int64_t *bytes, uint64_t *sums) {
