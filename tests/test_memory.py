@@ -17,7 +17,7 @@ import twoscale
 from conftest import small_model
 from test_model import loud
 from twoscale.engine import Engine, fingerprint as fingerprints, loop, quick
-from twoscale.engine.native import native, pointer, row_pointer
+from twoscale.engine.native import _whole, native, pointer, row_pointer
 from twoscale.engine.rows import Rows, part_of
 from twoscale.model import LoopedGPT
 
@@ -375,3 +375,43 @@ def test_library_by_threads() -> None:
         pytest.skip("no C compiler on this machine")
     native.cache_clear()
     assert len({id(library) for library in at_once(lambda i: native())}) == 1
+
+
+KERNELS = """
+from pathlib import Path
+from twoscale.engine.native import native
+model = loud(small_model(), scale=0.1)
+print(native() is not None, twoscale.generate(model, [[1, 2, 3]], 8).tokens)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A folder with a library that was just built, and the library's content."""
+    folder = tmp_path_factory.mktemp("kernels")
+    if not run(KERNELS, XDG_CACHE_HOME=str(folder)).startswith("True"):
+        pytest.skip("no C compiler on this machine")
+    (library,) = folder.glob("twoscale/native-*.so")
+    return folder, library.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "one byte"])
+def test_damaged_kernel_cache(damage: str, kernel_cache: tuple[Path, bytes]) -> None:
+    """A library in the cache folder that is cut, empty or changed is never loaded: it is built again, and decoding goes on."""
+    folder, whole = kernel_cache
+    (library,) = folder.glob("twoscale/native-*.so")
+    middle = len(whole) // 2
+    damaged = {"cut": whole[:middle], "empty": b"", "one byte": whole[:middle] + b"?" + whole[middle + 1 :]}
+    library.write_bytes(damaged[damage])
+    assert run(KERNELS, XDG_CACHE_HOME=str(folder)).startswith("True")
+    assert whole in [path.read_bytes() for path in folder.glob("twoscale/native-*.so")]
+
+
+def test_two_processes_build_at_once(tmp_path: Path) -> None:
+    """Two processes that need the kernels at the same time both get them, and leave only whole libraries behind."""
+    if native() is None:
+        pytest.skip("no C compiler on this machine")
+    found = at_once(lambda i: run(KERNELS, XDG_CACHE_HOME=str(tmp_path)), 2)
+    assert found[0] == found[1] and str(found[0]).startswith("True")
+    names = [path.name for path in (tmp_path / "twoscale").iterdir()]
+    assert names and all(_whole(tmp_path / "twoscale" / name) for name in names), names

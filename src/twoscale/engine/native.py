@@ -1,7 +1,8 @@
 """The C kernels of native.c, built once on this machine: `native()` gives them, or None where they cannot be had.
 
 They need a C compiler (cc, gcc or clang; $CC is heard) and a CPU. The library lies in the user's cache folder under a name
-made from the source, the compiler and the CPU. TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
+made from the source, the compiler and the CPU, and from its own size and hash, which are checked before it is loaded.
+TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -96,13 +98,15 @@ def native() -> Any | None:
     if os.environ.get("TWOSCALE_NATIVE", "1") == "0":
         return None
     try:
-        library = ctypes.CDLL(str(_built()))
-        for name, types in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = types, None
-        return library if _right(library) else None
-    except (OSError, subprocess.SubprocessError, AttributeError):
+        return load_library()
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        if not isinstance(error, NoCompiler):
+            warnings.warn(f"the C kernels cannot be used, decoding is several times slower: {error}", stacklevel=3)
         return None
+
+
+class NoCompiler(OSError):
+    """There is no C compiler."""
 
 
 def release_threads() -> None:
@@ -164,6 +168,41 @@ def _roomy(shape: torch.Size) -> Tensor:
     return whole[-whole.data_ptr() % HUGE // 4 :][: shape.numel()].view(shape)
 
 
+def load_library() -> Any:
+    """The library from the cache folder if it is whole, else built anew."""
+    source = resources.files("twoscale.engine").joinpath("native.c").read_bytes()
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None or shutil.which(compiler) is None:
+        raise NoCompiler("no C compiler")
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
+    key = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu()))).hexdigest()[:24]
+    folder = _folder()
+    for path in sorted(folder.glob(f"native-{key}-*.so")):
+        if _whole(path):
+            with contextlib.suppress(OSError, AttributeError):
+                return _opened(path)
+    return _opened(_compile(compiler, source, folder, key))
+
+
+def _whole(path: Path) -> bool:
+    """Whether a library has the size and the hash of its name, native-KEY-SIZE-SHA256.so: a cut one would end the process with SIGBUS."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return path.stem.split("-")[2:] == [str(len(data)), hashlib.sha256(data).hexdigest()]
+
+
+def _opened(path: Path) -> Any:
+    library = ctypes.CDLL(str(path))
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    if not _right(library):
+        raise OSError("a product comes out wrong")
+    return library
+
+
 def _right(library: Any) -> bool:
     """Whether a small product comes out as torch has it."""
     x, w = (torch.linspace(-1, 1, n * 37, dtype=torch.float32, device="cpu").view(n, 37) for n in (3, 19))
@@ -173,25 +212,14 @@ def _right(library: Any) -> bool:
     return torch.allclose(y, F.linear(x, w), atol=1e-4)
 
 
-def _built() -> Path:
-    source = resources.files("twoscale.engine").joinpath("native.c").read_bytes()
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        raise OSError("no C compiler")
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
-    name = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu()))).hexdigest()[:24]
-    folder = _folder()
-    library = folder / f"native-{name}.so"
-    if not library.exists():
-        _compile(compiler, source, library)
-    return library
-
-
-def _compile(compiler: str, source: bytes, library: Path) -> None:
+def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
     """Try with threads first. The objects are linked without naming an OpenMP library: torch has loaded one already, and
-    sharing it keeps two pools of threads from getting in each other's way."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        code, objects, built = (Path(folder) / f"native.{end}" for end in ("c", "o", "so"))
+    sharing it keeps two pools of threads from getting in each other's way.
+
+    The library gets its name only when all of it is on the disk, so nobody ever sees half of one, and two processes may build at once."""
+    failure = ""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        code, objects, built = (Path(place) / f"native.{end}" for end in ("c", "o", "so"))
         code.write_bytes(source)
         shared = hasattr(ctypes.CDLL(None), "GOMP_parallel")
         for compile_flags, link_flags in ((["-fopenmp"], [] if shared else ["-fopenmp"]), ([], [])):
@@ -199,11 +227,25 @@ def _compile(compiler: str, source: bytes, library: Path) -> None:
                 _call(compiler, *FLAGS, *compile_flags, "-c", str(code), "-o", str(objects))
                 _call(compiler, "-shared", *link_flags, str(objects), "-o", str(built), "-lm")
                 ctypes.CDLL(str(built))
-            except (subprocess.SubprocessError, OSError):
+            except (subprocess.SubprocessError, OSError) as error:
+                failure = f"{error} {(getattr(error, 'stderr', None) or b'').decode(errors='replace')[-300:]}".strip()
                 continue
+            data = built.read_bytes()
+            library = folder / f"native-{key}-{len(data)}-{hashlib.sha256(data).hexdigest()}.so"
+            _sync(built)
             os.replace(built, library)
-            return
-    raise OSError("the kernels did not compile")
+            _sync(folder)
+            return library
+    raise OSError(f"the kernels did not compile: {failure}")
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _call(*words: str) -> None:
