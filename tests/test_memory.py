@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 import twoscale
 from conftest import small_model
 from test_model import loud
-from twoscale.engine import Engine, fingerprint as fingerprints, loop, quick
+from twoscale.engine import Engine, cache, fingerprint as fingerprints, loop, quick
 from twoscale.engine.native import _whole, native, pointer, row_pointer
 from twoscale.engine.rows import Rows, part_of
 from twoscale.model import LoopedGPT
@@ -415,3 +415,28 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
     assert found[0] == found[1] and str(found[0]).startswith("True")
     names = [path.name for path in (tmp_path / "twoscale").iterdir()]
     assert names and all(_whole(tmp_path / "twoscale" / name) for name in names), names
+
+
+@pytest.mark.parametrize("loops", [10**9, 10_001, (3, 10_001)])
+def test_too_many_loops(loops: int | tuple[int, ...]) -> None:
+    """More loops than anybody can want are refused before anything is computed; the bound itself is not."""
+    model = loud(small_model())
+    for call in (lambda: twoscale.generate(model, [[1]], 1, loops=loops), lambda: twoscale.forward(model, [[1]], loops=loops)):
+        with pytest.raises(twoscale.UserError, match="a group takes at most 10000 steps"):
+            call()
+    assert model.config.loops_for(10_000) == (10_000, 10_000)
+    with pytest.raises(twoscale.UserError, match="mean_loops = 10001: at most 10000"):
+        small_model(mean_loops=10_001)
+
+
+def test_cache_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that would grow past the memory at hand is refused; one that needs fewer levels, or leaves early, is not."""
+    monkeypatch.setattr(cache, "LARGE", 1 << 14)
+    monkeypatch.setattr(cache, "free_memory", lambda: 1 << 16)
+    model = loud(small_model(), scale=0.1)
+    with pytest.raises(
+        twoscale.UserError, match=r"keys and values of \d+ loop steps and 10 tokens need .* GB are free: ask for fewer loops"
+    ):
+        twoscale.generate(model, [[1, 2, 3]], 8, loops=100)
+    for options in ({"kv": "last"}, {"kv": "ring:4"}, {"exit": twoscale.exits.Fixed(4)}):
+        assert len(twoscale.generate(model, [[1, 2, 3]], 8, loops=100, **options).tokens[0]) == 8

@@ -14,6 +14,7 @@ Shapes: L level, J key/value heads, T position, D head width.
 
 import re
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,18 @@ from twoscale.config import ModelConfig, UserError
 from twoscale.engine.native import pointer
 
 Place = int | slice | Tensor  # one position, a run of them, or any
+
+
+LARGE = 64 << 20  # bytes from which a layer looks whether there is so much memory
+
+
+def free_memory() -> int | None:
+    """Bytes that new memory can take without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
 
 
 def parse_kv(kv: str) -> int | None:
@@ -83,6 +96,7 @@ class LayerCache:
         """Let a level begin: for every token so far the step before was the last."""
         if level >= len(self.keys):
             room = min(self.most, max(1, 2 * len(self.keys), level + 1))
+            self._check_memory(room)
             for name in ("keys", "values"):
                 grown = self.keys.new_empty(room, *self.shape)
                 if self.depth:
@@ -95,6 +109,19 @@ class LayerCache:
                 for store in (self.keys, self.values):
                     store[new, :, :length] = store[new - 1, :, :length]
         self.depth = level + 1
+
+    def _check_memory(self, levels: int) -> None:
+        """Refuse to hold more levels than there is memory for: the system would end the process."""
+        J, T, D = self.shape
+        needed = 2 * levels * J * T * D * self.keys.itemsize
+        if needed < LARGE or not self.keys.is_cpu:
+            return
+        free = free_memory()
+        if free is not None and needed > free:
+            raise UserError(
+                f"keys and values of {levels} loop steps and {T} tokens need {needed / 1e9:.1f} GB in one layer, "
+                f"{free / 1e9:.1f} GB are free: ask for fewer loops or tokens, or kv=last"
+            )
 
     def copy(self) -> "LayerCache":
         new = copy(self)
