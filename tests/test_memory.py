@@ -399,12 +399,12 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]
 def test_damaged_kernel_cache(damage: str, kernel_cache: tuple[Path, bytes]) -> None:
     """A library in the cache folder that is cut, empty or changed is never loaded: it is built again, and decoding goes on."""
     folder, whole = kernel_cache
-    (library,) = folder.glob("twoscale/native-*.so")
     middle = len(whole) // 2
     damaged = {"cut": whole[:middle], "empty": b"", "one byte": whole[:middle] + b"?" + whole[middle + 1 :]}
-    library.write_bytes(damaged[damage])
+    for library in folder.glob("twoscale/native-*.so"):
+        library.write_bytes(damaged[damage])
     assert run(KERNELS, XDG_CACHE_HOME=str(folder)).startswith("True")
-    assert whole in [path.read_bytes() for path in folder.glob("twoscale/native-*.so")]
+    assert any(_whole(path) for path in folder.glob("twoscale/native-*.so"))
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twoscale.config import UserError
+
 _WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 ROWS = 16 if _WIDE else 1 << 20
 """Up to so many rows the kernels multiply. With vectors of 8 they are quicker than torch's operators for any number (measured: 2 cores,
@@ -36,7 +38,13 @@ FUSED = 16 if _WIDE else 512
 PANEL = 16
 HUGE = 2 << 20
 _SOFT = 1  # omp_pause_soft
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
+SANITIZE = os.environ.get("TWOSCALE_SANITIZE", "0") not in ("", "0")
+"""Whether the kernels are built with AddressSanitizer and UndefinedBehaviorSanitizer, as `make sanitize` does; the process must then have
+been started with libasan preloaded."""
+
+_CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
+_SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3",)
+FLAGS = (*_SPEED, *_CHECKS, "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
@@ -159,7 +167,7 @@ def panels(weight: Tensor) -> Tensor:
 def _roomy(shape: torch.Size) -> Tensor:
     """Memory for a matrix; a large one in huge pages where the system has them, which the kernels read some 5 % quicker."""
     size = 4 * shape.numel()
-    if size < 2 * HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < 2 * HUGE or SANITIZE or not hasattr(mmap, "MADV_HUGEPAGE"):  # the sanitizer guards what malloc gives
         return floats(shape.numel()).view(shape)
     memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
@@ -170,6 +178,8 @@ def _roomy(shape: torch.Size) -> Tensor:
 
 def load_library() -> Any:
     """The library from the cache folder if it is whole, else built anew."""
+    if SANITIZE and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise UserError("TWOSCALE_SANITIZE=1 needs a process with libasan preloaded: use make sanitize, or unset it")
     source = resources.files("twoscale.engine").joinpath("native.c").read_bytes()
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None or shutil.which(compiler) is None:
@@ -225,7 +235,7 @@ def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
         for compile_flags, link_flags in ((["-fopenmp"], [] if shared else ["-fopenmp"]), ([], [])):
             try:
                 _call(compiler, *FLAGS, *compile_flags, "-c", str(code), "-o", str(objects))
-                _call(compiler, "-shared", *link_flags, str(objects), "-o", str(built), "-lm")
+                _call(compiler, "-shared", *_CHECKS, *link_flags, str(objects), "-o", str(built), "-lm")
                 ctypes.CDLL(str(built))
             except (subprocess.SubprocessError, OSError) as error:
                 failure = f"{error} {(getattr(error, 'stderr', None) or b'').decode(errors='replace')[-300:]}".strip()
@@ -249,7 +259,8 @@ def _sync(path: Path) -> None:
 
 
 def _call(*words: str) -> None:
-    subprocess.run(words, capture_output=True, timeout=120, check=True)
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run(words, capture_output=True, timeout=120, check=True, env=env)
 
 
 def _folder() -> Path:
