@@ -1,4 +1,4 @@
-# Two commands, each of which does all of its own set-up: `make reproduce` (the main job) and `make test` (the whole suite).
+# Commands that do all of their own set-up: `make reproduce` (the main job), `make test` (the whole suite), and `make sanitize`.
 # They need Python 3.11 or newer with pip, and nothing else.
 
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: reproduce test lint clean
+.PHONY: reproduce test lint sanitize clean
 
 reproduce: $(VENV)/.core
 	$(VENV)/bin/twoscale reproduce --preset tiny --with-bundled --effort short $(ARGS)
@@ -20,6 +20,15 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+
+# The engine's and the server's tests with kernels built for AddressSanitizer and UndefinedBehaviorSanitizer (gcc). Python itself is not
+# instrumented, so libasan is loaded before it (and libstdc++, whose exceptions it watches). PYTHONMALLOC=malloc guards ctypes' arrays too.
+SANITIZED := tests/test_sanitize.py tests/test_memory.py tests/test_weights.py tests/test_sample.py tests/test_threads.py tests/test_engine.py tests/test_generate.py tests/test_exits.py \
+	tests/test_serve.py tests/test_door.py tests/test_under_load.py
+sanitize: $(VENV)/.test
+	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TWOSCALE_SANITIZE=1 PYTHONMALLOC=malloc OMP_WAIT_POLICY=PASSIVE \
+	$(VENV)/bin/python -m pytest $(SANITIZED) $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("twoscale needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'

@@ -217,7 +217,7 @@ def test_command(run: Path, cli: CommandLine) -> None:
     """`twoscale generate` prints prompt and text on stdout, figures on stderr, and colours only when asked."""
     code, out, err = cli("generate", run, "The loop", "--max-new-tokens", 20, "--exit", "acceleration:0.5", "--loops", 6)
     assert code == 0 and out.startswith("The loop") and "\x1b" not in out
-    assert "tokens in" in err and "of the loop work saved" in err
+    assert "tokens in" in err and "loop work than the default of 3 loops" in err
     code, colored, err = cli(
         "generate", run, "The loop", "--max-new-tokens", 20, "--exit", "acceleration:0.5", "--loops", 6, "--color", "always"
     )

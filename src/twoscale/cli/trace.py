@@ -14,6 +14,7 @@ from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import on_run
 from twoscale.config import UserError
 from twoscale.config.lock import lock
+from twoscale.config.model import MAX_LOOPS
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def trace_run(args: TraceArgs) -> None:
     from twoscale.train.run import find_data
 
     numbers = [n for n in (args.loops, args.limit_loops) if n is not None]
-    if min(numbers) < 1 or max(numbers) > 10_000 or (args.sequences is not None and args.sequences < 1):
-        raise UserError("--loops and --limit-loops lie between 1 and 10000, --sequences is at least 1")
+    if min(numbers) < 1 or max(numbers) > MAX_LOOPS or (args.sequences is not None and args.sequences < 1):
+        raise UserError(f"--loops and --limit-loops lie between 1 and {MAX_LOOPS}, --sequences is at least 1")
     folders = list_checkpoints(args.run / "checkpoints") if args.all else []
     folders = folders or [find_checkpoint(args.run, args.checkpoint)]
     data = find_data(args.run, args.data_dir)

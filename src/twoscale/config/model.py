@@ -16,6 +16,7 @@ from twoscale.config.groups import Groups
 # Refuse absurd sizes before anything is allocated: a config may come from a folder that somebody sent us.
 MAX_LAYERS = 4096
 MAX_PARAMETERS = 200_000_000_000
+MAX_LOOPS = 10_000  # steps that a group may take in one pass
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ class ModelConfig:
             raise UserError(f"loops has {len(counts)} entries, the model has {self.n_groups} groups: give one for each")
         if any(k is None or k < 1 for k in counts):
             raise UserError(f"loops = {loops!r}: a group takes a whole number of steps, at least 1")
+        if any(k is not None and k > MAX_LOOPS for k in counts):
+            raise UserError(f"loops = {loops!r}: a group takes at most {MAX_LOOPS} steps; ask for fewer")
         return tuple(k for k in counts if k is not None)
 
     # -- checks --------------------------------------------------------------------------------------------------
@@ -183,6 +186,8 @@ class ModelConfig:
         for name in ("n_kv_head", "head_size", "mlp_hidden", "backprop_steps"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.mean_loops > MAX_LOOPS:
+            raise UserError(f"mean_loops = {self.mean_loops}: at most {MAX_LOOPS} loops are supported")
         if self.n_layer > MAX_LAYERS:
             raise UserError(f"n_layer = {self.n_layer}: at most {MAX_LAYERS} layers are supported")
         if self.head_size is None and self.n_embd % self.n_head:

@@ -14,14 +14,28 @@ Shapes: L level, J key/value heads, T position, D head width.
 
 import re
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twoscale.config import ModelConfig, UserError
+from twoscale.engine.native import pointer
 
 Place = int | slice | Tensor  # one position, a run of them, or any
+
+
+LARGE = 64 << 20  # bytes from which a layer looks whether there is so much memory
+
+
+def free_memory() -> int | None:
+    """Bytes that new memory can take without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
 
 
 def parse_kv(kv: str) -> int | None:
@@ -82,12 +96,13 @@ class LayerCache:
         """Let a level begin: for every token so far the step before was the last."""
         if level >= len(self.keys):
             room = min(self.most, max(1, 2 * len(self.keys), level + 1))
+            self._check_memory(room)
             for name in ("keys", "values"):
                 grown = self.keys.new_empty(room, *self.shape)
                 if self.depth:
                     grown[: self.depth, :, :length] = getattr(self, name)[: self.depth, :, :length]
                 setattr(self, name, grown)
-            self.addresses = (self.keys.data_ptr(), self.values.data_ptr())
+            self._locate()
             self.level_bytes = self.keys[0].nbytes
         for new in range(self.depth, level + 1):
             if new:
@@ -95,11 +110,29 @@ class LayerCache:
                     store[new, :, :length] = store[new - 1, :, :length]
         self.depth = level + 1
 
+    def _check_memory(self, levels: int) -> None:
+        """Refuse to hold more levels than there is memory for: the system would end the process."""
+        J, T, D = self.shape
+        needed = 2 * levels * J * T * D * self.keys.itemsize
+        if needed < LARGE or not self.keys.is_cpu:
+            return
+        free = free_memory()
+        if free is not None and needed > free:
+            raise UserError(
+                f"keys and values of {levels} loop steps and {T} tokens need {needed / 1e9:.1f} GB in one layer, "
+                f"{free / 1e9:.1f} GB are free: ask for fewer loops or tokens, or kv=last"
+            )
+
     def copy(self) -> "LayerCache":
         new = copy(self)
         new.keys, new.values = self.keys.clone(), self.values.clone()
-        new.addresses = (new.keys.data_ptr(), new.values.data_ptr())
+        new._locate()
         return new
+
+    def _locate(self) -> None:
+        """Note where the C kernels find the levels; torch's operators need no addresses."""
+        if self.library is not None:
+            self.addresses = (pointer(self.keys, self.keys.numel()), pointer(self.values, self.values.numel()))
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +154,10 @@ class Cache:
         """`like` has the type and the device of keys and values; fp32 on the CPU if it is not given."""
         self.capacity, self.length = capacity, 0
         levels = parse_kv(kv)
-        shape, like = (config.kv_heads, capacity, config.head_dim), torch.empty(0) if like is None else like
+        shape, like = (
+            (config.kv_heads, capacity, config.head_dim),
+            torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like,
+        )
         self.layers = [
             LayerCache(shape, 1 if group is None else min(loops[group], levels or loops[group]), like, library)
             for layers, group in config.stages

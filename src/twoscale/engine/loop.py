@@ -12,6 +12,7 @@ Shapes: N rows, C width, G group.
 """
 
 import ctypes
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.engine.cache import Cache, parse_kv
-from twoscale.engine.native import threads_to_use
+from twoscale.engine.native import pointer, threads_to_use
 from twoscale.engine.quick import PARALLEL, Kernels, library_of, quicken
 from twoscale.engine.rows import Rows, part_of
 from twoscale.exits import Exit, Gate, Watch, plan
@@ -64,7 +65,10 @@ class Engine:
         kv: str = "exact",
         seed: int = 0,
         kernels: Kernels = "auto",
+        decoder: LoopedGPT | None = None,
     ) -> None:
+        """`decoder` is a copy of the model by `quicken`, for a caller who makes many engines; without it all weights are read once,
+        to see whether the copy at hand is still right. An engine decodes with the weights as they were when it was made."""
         self.config = model.config
         if isinstance(exit, str) and exit == "auto":
             exit, loops = _calibrated(model, loops)
@@ -75,7 +79,7 @@ class Engine:
         parse_kv(kv)
         self.kv, self.noise = kv, StateNoise(seed)
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        self.model = model if autocast else quicken(model, kernels)
+        self.model = model if autocast else decoder or quicken(model, kernels)
         self.library = library_of(self.model)
         self.device = model.wte.weight.device
         self._like = torch.empty(
@@ -88,7 +92,7 @@ class Engine:
             self.first_layers.append(self.first_layers[-1] + len(layers))
         self._tables = _tables_of(model, seed, self._like)
         self._numbers = (ctypes.c_float * 4)()
-        self.nothing = torch.empty(0, device=self.device)
+        self.nothing = torch.empty(0, dtype=torch.float32, device=self.device)
         self.no_rows = Rows([], torch.empty(3, 0, dtype=torch.int64, device=self.device))
 
     def meter(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
@@ -96,7 +100,8 @@ class Engine:
         n, C = after.shape
         numbers = self._numbers if n == 1 else (ctypes.c_float * (4 * n))()
         threads = 1 if n * C < PARALLEL else threads_to_use()
-        self.library.measure(threads, n, C, before.data_ptr(), after.data_ptr(), last.data_ptr(), numbers)  # type: ignore[union-attr]
+        places = pointer(before, n * C), pointer(after, n * C), pointer(last, n * C)
+        self.library.measure(threads, n, C, *places, numbers)  # type: ignore[union-attr]
         # As doubles, which a single token's plain floats are: a token must not pass or fail by who is beside it.
         return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
 
@@ -222,14 +227,17 @@ def _calibrated(model: LoopedGPT, loops: int | Sequence[int] | None) -> tuple[Ex
 
 
 _TABLES: WeakKeyDictionary[LoopedGPT, tuple[object, dict[int, Tensor]]] = WeakKeyDictionary()
+_TABLES_LOCK = threading.Lock()
 
 
 def _tables_of(model: LoopedGPT, seed: int, like: Tensor) -> dict[int, Tensor]:
     """Start states of all positions, by group: the engines of a model share them, as long as they have the same seed."""
     key = (seed, like.dtype, like.device)
-    if model not in _TABLES or _TABLES[model][0] != key:
-        _TABLES[model] = (key, {})
-    return _TABLES[model][1]
+    with _TABLES_LOCK:
+        held = _TABLES.get(model)
+        if held is None or held[0] != key:
+            held = _TABLES[model] = (key, {})
+        return held[1]
 
 
 class Loop:
@@ -312,7 +320,7 @@ class Loop:
             part.cache.layers[layer].settle(part.k, part.at)
         kept = before if passed and self._printed else after
         self._empty()
-        return Left(rows.places, self.group.leave(kept), torch.tensor([part.k], device=after.device))
+        return Left(rows.places, self.group.leave(kept), torch.tensor([part.k], dtype=torch.int64, device=after.device))
 
     def _release(self, before: Tensor, after: Tensor, passed: Tensor | bool | None) -> Left | None:
         """Let go the rows that have passed the rule or taken all their steps."""

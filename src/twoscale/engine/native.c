@@ -565,6 +565,8 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
     float *attended = heads + (long)n * O, *hidden = attended + (long)n * A, *scores = hidden + (long)n * U;
     const float *keys = heads + (long)H * D, *values = keys + (long)J * D;
     Attention attention = {n, H, J, D, heads, keys, values, O, O, O, seen->longest, seen, scores, attended};
-    BlockRows a = {n, C, O, A, M, U, b->qk_bias || cos, b, x, cos, sin, b->qkv, b->out, b->up, b->down, normed, branch, middle, heads, hidden, out, attention};
+    BlockRows a = {.n = n, .C = C, .O = O, .A = A, .M = M, .U = U, .rotated = b->qk_bias || cos, .b = b, .x = x, .cos = cos, .sin = sin,
+                   .qkv = b->qkv, .wo = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
+                   .heads = heads, .hidden = hidden, .out = out, .attention = attention};
     run(threads, block_task, &a, sizeof a);
 }

@@ -1,7 +1,8 @@
 """The C kernels of native.c and sample.c, built once on this machine: `native()` gives them, or None where they cannot be had.
 
 They need a C compiler (cc, gcc or clang; $CC is heard) and a CPU. The library lies in the user's cache folder under a name
-made from the source, the compiler and the CPU. TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
+made from the source, the compiler and the CPU, and from its own size and hash, which are checked before it is loaded.
+TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
 """
 
 import contextlib
@@ -13,15 +14,18 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+import threading
+import warnings
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twoscale.config import UserError
 from twoscale.config.cpu import usable_cores
 
 _WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -34,8 +38,14 @@ FUSED = 16 if _WIDE else 512
 
 PANEL = 16
 HUGE = 2 << 20
-SOURCES = ("team.c", "native.c", "sample.c")  # one translation unit, in this order
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread", "-w")
+SOURCES = ("team.c", "native.c", "sample.c", "fingerprint.c")  # one translation unit, in this order
+SANITIZE = os.environ.get("TWOSCALE_SANITIZE", "0") not in ("", "0")
+"""Whether the kernels are built with AddressSanitizer and UndefinedBehaviorSanitizer, as `make sanitize` does; the process must then have
+been started with libasan preloaded."""
+
+_CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
+_SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3",)
+FLAGS = (*_SPEED, *_CHECKS, "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
@@ -48,6 +58,7 @@ _SIGNATURES = {
     "measure": [_INT] * 3 + [_PTR] * 4,
     "block": [_INT] * 2 + [_PTR] * 7,
     "sample": [_INT] * 3 + [_PTR] * 8,
+    "fingerprints": [_INT] * 2 + [_PTR] * 3,
 }
 
 
@@ -70,19 +81,42 @@ class Seen(ctypes.Structure):
     )
 
 
-@cache
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """A function without arguments whose result is made once, by the thread that asks first; the others wait for it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.__doc__ = make.__doc__
+        self._make, self._made, self._lock = make, list[T](), threading.Lock()
+
+    def __call__(self) -> T:
+        if not self._made:
+            with self._lock:
+                if not self._made:
+                    self._made.append(self._make())
+        return self._made[0]
+
+    def cache_clear(self) -> None:
+        self._made = []
+
+
+@Once
 def native() -> Any | None:
     """The loaded library, or None."""
     if os.environ.get("TWOSCALE_NATIVE", "1") == "0":
         return None
     try:
-        library = ctypes.CDLL(str(_built()))
-        for name, types in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = types, None
-        return library if _right(library) else None
-    except (OSError, subprocess.SubprocessError, AttributeError):
+        return load_library()
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        if not isinstance(error, NoCompiler):
+            warnings.warn(f"the C kernels cannot be used, decoding is several times slower: {error}", stacklevel=3)
         return None
+
+
+class NoCompiler(OSError):
+    """There is no C compiler."""
 
 
 def threads_to_use() -> int:
@@ -90,9 +124,38 @@ def threads_to_use() -> int:
     return min(torch.get_num_threads(), _cores())
 
 
-@cache
+@Once
 def _cores() -> int:
     return usable_cores()
+
+
+def pointer(tensor: Tensor, size: int, dtype: torch.dtype = torch.float32) -> int:
+    """The address of a tensor's memory, for C. All tensors that C code reads or writes are checked here, and nowhere else.
+
+    The tensor must have exactly `size` entries of `dtype`, contiguous and on the CPU. About 0.3 us.
+    """
+    if tensor.dtype is not dtype or not tensor.is_cpu or tensor.numel() != size or not tensor.is_contiguous():
+        raise _refusal(tensor, f"{size} contiguous entries of {dtype} on the CPU")
+    return tensor.data_ptr()
+
+
+def row_pointer(heads: Tensor, n: int, H: int, D: int) -> int:
+    """The same for queries, keys or values (1, n, H, D) whose rows lie apart, as slices of a larger tensor do."""
+    shape, strides = heads.shape, heads.stride()
+    dense = shape == (1, n, H, D) and strides[3] == 1 and strides[2] == D and (n == 1 or strides[1] >= H * D)
+    if heads.dtype is not torch.float32 or not heads.is_cpu or not dense:
+        raise _refusal(heads, f"float32 of shape {(1, n, H, D)} on the CPU, each row contiguous")
+    return heads.data_ptr()
+
+
+def _refusal(tensor: Tensor, wanted: str) -> TypeError:
+    found = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+    return TypeError(f"memory for a C kernel must be {wanted}; this is {found}")
+
+
+def floats(size: int) -> Tensor:
+    """Fresh memory for C code, (size,): fp32 on the CPU, whatever torch's defaults are."""
+    return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def panels(weight: Tensor) -> Tensor:
@@ -106,8 +169,8 @@ def panels(weight: Tensor) -> Tensor:
 def _roomy(shape: torch.Size) -> Tensor:
     """Memory for a matrix; a large one in huge pages where the system has them, which the kernels read some 5 % quicker."""
     size = 4 * shape.numel()
-    if size < 2 * HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape)
+    if size < 2 * HUGE or SANITIZE or not hasattr(mmap, "MADV_HUGEPAGE"):  # the sanitizer guards what malloc gives
+        return floats(shape.numel()).view(shape)
     memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -115,38 +178,82 @@ def _roomy(shape: torch.Size) -> Tensor:
     return whole[-whole.data_ptr() % HUGE // 4 :][: shape.numel()].view(shape)
 
 
-def _right(library: Any) -> bool:
-    """Whether a small product comes out as torch has it."""
-    x, w, y = torch.linspace(-1, 1, 3 * 37).view(3, 37), torch.linspace(-2, 1, 19 * 37).view(19, 37), torch.empty(3, 19)
-    inside = panels(w)
-    library.linear(threads_to_use(), 3, 37, 19, x.data_ptr(), inside.data_ptr(), y.data_ptr())
-    return torch.allclose(y, F.linear(x, w), atol=1e-4)
-
-
-def _built() -> Path:
+def load_library() -> Any:
+    """The library from the cache folder if it is whole, else built anew."""
+    if SANITIZE and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise UserError("TWOSCALE_SANITIZE=1 needs a process with libasan preloaded: use make sanitize, or unset it")
     source = b"\n".join(resources.files("twoscale.engine").joinpath(name).read_bytes() for name in SOURCES)
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        raise OSError("no C compiler")
+    if compiler is None or shutil.which(compiler) is None:
+        raise NoCompiler("no C compiler")
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
-    name = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu()))).hexdigest()[:24]
+    key = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu()))).hexdigest()[:24]
     folder = _folder()
-    library = folder / f"native-{name}.so"
-    if not library.exists():
-        _compile(compiler, source, library)
+    for path in sorted(folder.glob(f"native-{key}-*.so")):
+        if _whole(path):
+            with contextlib.suppress(OSError, AttributeError):
+                return _opened(path)
+    return _opened(_compile(compiler, source, folder, key))
+
+
+def _whole(path: Path) -> bool:
+    """Whether a library has the size and the hash of its name, native-KEY-SIZE-SHA256.so: a cut one would end the process with SIGBUS."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return path.stem.split("-")[2:] == [str(len(data)), hashlib.sha256(data).hexdigest()]
+
+
+def _opened(path: Path) -> Any:
+    library = ctypes.CDLL(str(path))
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    if not _right(library):
+        raise OSError("a product comes out wrong")
     return library
 
 
-def _compile(compiler: str, source: bytes, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        code, built = (Path(folder) / f"native.{end}" for end in ("c", "so"))
+def _right(library: Any) -> bool:
+    """Whether a small product comes out as torch has it."""
+    x, w = (torch.linspace(-1, 1, n * 37, dtype=torch.float32, device="cpu").view(n, 37) for n in (3, 19))
+    inside, y = panels(w), floats(3 * 19).view(3, 19)
+    places = pointer(x, 3 * 37), pointer(inside, 2 * PANEL * 37), pointer(y, 3 * 19)
+    library.linear(threads_to_use(), 3, 37, 19, *places)
+    return torch.allclose(y, F.linear(x, w), atol=1e-4)
+
+
+def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
+    """The library gets its name when all of it is on the disk: nobody ever sees half of one, and two processes may build at once."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        code, built = (Path(place) / f"native.{end}" for end in ("c", "so"))
         code.write_bytes(source)
-        _call(compiler, *FLAGS, "-shared", str(code), "-o", str(built), "-lm")
+        try:
+            _call(compiler, *FLAGS, "-shared", str(code), "-o", str(built), "-lm")
+        except subprocess.SubprocessError as error:
+            said = (getattr(error, "stderr", None) or b"").decode(errors="replace")[-300:]
+            raise OSError(f"the kernels did not compile: {error} {said}".strip()) from None
+        data = built.read_bytes()
+        library = folder / f"native-{key}-{len(data)}-{hashlib.sha256(data).hexdigest()}.so"
+        _sync(built)
         os.replace(built, library)
+        _sync(folder)
+        return library
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _call(*words: str) -> None:
-    subprocess.run(words, capture_output=True, timeout=120, check=True)
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run(words, capture_output=True, timeout=120, check=True, env=env)
 
 
 def _folder() -> Path:

@@ -58,7 +58,7 @@ def forward(
     device = next(model.parameters()).device
     if start is not None:
         check_start(start, model.config, tokens)
-    padding = (torch.arange(tokens.shape[1]) >= lengths[:, None]).to(device)
+    padding = (torch.arange(tokens.shape[1], device=lengths.device) >= lengths[:, None]).to(device)
     if exit is None:
         x, steps = model.hidden(tokens.to(device), loops=loops, noise=StateNoise(seed), start=start)
         logits = model.head(x).float().masked_fill(padding[..., None], 0.0)

@@ -1,20 +1,22 @@
 """A copy of a model for decoding: the same stages, groups and loop, with quicker modules inside.
 
-The copy shares the model's parameters and its code; only linear maps, norms and blocks are swapped for modules that
-compute the same in less time. `kernels` says with what:
+Linear maps, norms and blocks are swapped for modules that compute the same in less time. `kernels` says with what:
 
     auto    the C kernels of native.c, where they could be built and are the quickest; else as `packed`
     packed  weights packed once for oneDNN, by the operators that torch's own compiler uses; small matrices as `plain`
     plain   F.linear everywhere
 
-Another device, another precision or another build of torch means `plain`.
+With `auto` and `packed` the copy owns all memory that it reads: it decodes with the weights as they were when it was made, and the model
+may change, move or go meanwhile. `quicken` compares the fingerprint of the model's weights with that of the copy, and makes a new copy
+where they differ. With `plain` nothing is copied: the model's own weights are read at every step. Another device, another precision or
+another build of torch means `plain`.
 
 Shapes: N rows, C width.
 """
 
 import ctypes
 import math
-from functools import cache
+import threading
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -23,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twoscale.config import UserError
-from twoscale.engine.native import ROWS, BlockWeights, native, panels, threads_to_use
+from twoscale.engine.fingerprint import fingerprint, weights_of
+from twoscale.engine.native import PANEL, ROWS, BlockWeights, Once, native, panels, pointer, threads_to_use
 from twoscale.engine.rows import RowAttention
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
@@ -32,18 +35,20 @@ from twoscale.model.layers import MLP, Attend, Block, RMSNorm, Rope
 Kernels = Literal["auto", "packed", "plain"]
 
 # A packed call costs some 30 us more than a plain one, so small matrices are better off without; a single row needs a
-# larger one to pay, and with many rows both are alike (measured: 2 cores, AVX2).
-PAYS, PAYS_ALONE, MANY = 200_000, 1_000_000, 256
+# larger one to pay (measured: 2 cores, AVX2).
+PAYS, PAYS_ALONE = 200_000, 1_000_000
 PARALLEL = 16_384  # entries from which a second thread pays
 
 M = TypeVar("M", bound=nn.Module)
 
+_PACKING = threading.RLock()  # one thread at a time makes copies; the kernels run without the GIL, and must never lose one that they read
 
-@cache
+
+@Once
 def can_pack() -> bool:
     """Whether this build of torch has the packed linear operators, and they give the right answer."""
     try:
-        x, w = torch.ones(2, 32), torch.arange(32.0 * 32).view(32, 32)
+        x, w = (torch.arange(n * 32, dtype=torch.float32, device="cpu").view(n, 32) for n in (2, 32))
         return torch.allclose(packed_linear(x, pack(w)), F.linear(x, w))
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
@@ -58,63 +63,76 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
 
 
 class QuickLinear(nn.Module):
-    """x -> x @ weight.T, by the quickest operator for the number of rows at hand."""
+    """x -> x @ weight.T from a packed copy of the weight, by the quickest operator for the number of rows at hand."""
 
-    def __init__(self, weight: Tensor, kernels: Kernels) -> None:
+    def __init__(self, weight: Tensor, library: Any | None) -> None:
         super().__init__()
-        self.weight = weight.detach()
         self.rows, self.columns = weight.shape
-        quick = kernels != "plain" and weight.device.type == "cpu" and weight.dtype == torch.float32
-        self.native = native() if quick and kernels == "auto" and weight.is_contiguous() else None
-        self.pays = quick and weight.numel() >= PAYS and can_pack()
+        self.library = library
+        self.pays = weight.numel() >= PAYS and can_pack()
         self.pays_alone = self.pays and weight.numel() >= PAYS_ALONE
-        self.packed: Tensor | None = None
         self.inside: Tensor | None = None  # for the C kernels
+        self.packed: Tensor | None = None  # for oneDNN
+        self.weight: Tensor | None = None  # for F.linear
+        if library is not None:
+            self.inside = panels(weight)
+            self.place = pointer(self.inside, -(-self.rows // PANEL) * PANEL * self.columns)
+        else:
+            self.packed = pack(weight) if self.pays else None
+            self.weight = None if self.pays_alone else _own(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.numel() // self.columns
-        if self.native is not None and n <= ROWS:
+        if self.library is not None and n <= ROWS and x.dtype is torch.float32:
             x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.rows)
-            if self.inside is None:
-                self.inside = panels(self.weight)
-            self.native.linear(threads_to_use(), n, self.columns, self.rows, x.data_ptr(), self.inside.data_ptr(), y.data_ptr())
+            places = pointer(x, n * self.columns), self.place, pointer(y, n * self.rows)
+            self.library.linear(threads_to_use(), n, self.columns, self.rows, *places)
             return y
-        if n <= MANY and (self.pays_alone or (self.pays and n > 1)):
-            if self.packed is None:
-                self.packed = pack(self.weight)
-            return packed_linear(x, self.packed)
-        return F.linear(x, self.weight)
+        if self.pays_alone or (self.pays and n > 1):
+            return packed_linear(x, self.packed if self.packed is not None else self._unpack("packed"))
+        return F.linear(x, self.weight if self.weight is not None else self._unpack("weight"))
+
+    def _unpack(self, name: Literal["packed", "weight"]) -> Tensor:
+        """The copy for more rows than the C kernels take; made from their copy when such rows first come."""
+        with _PACKING:
+            if getattr(self, name) is None:
+                assert self.inside is not None
+                weight = self.inside.transpose(1, 2).reshape(-1, self.columns)[: self.rows].contiguous()
+                setattr(self, name, pack(weight) if name == "packed" else weight)
+        return cast(Tensor, getattr(self, name))
 
 
 class QuickAdapter(nn.Module):
     """The two halves of a group's adapter."""
 
-    def __init__(self, adapter: Adapter, kernels: Kernels) -> None:
+    def __init__(self, adapter: Adapter, library: Any | None) -> None:
         super().__init__()
-        width = adapter.out_features
-        self.of_state = QuickLinear(adapter.weight[:, :width].contiguous(), kernels)
-        self.of_input = QuickLinear(adapter.weight[:, width:].contiguous(), kernels)
+        width, weight = adapter.out_features, adapter.weight.detach()
+        self.of_state = QuickLinear(weight[:, :width].contiguous(), library)
+        self.of_input = QuickLinear(weight[:, width:].contiguous(), library)
 
 
 class QuickNorm(nn.Module):
-    """RMSNorm in one C call, or in four operations: x / sqrt(||x||^2 + C eps) * (sqrt(C) gain)."""
+    """RMSNorm in one C call, or in a few operations: x sqrt(C) / sqrt(||x||^2 + C eps) * gain."""
 
     def __init__(self, norm: RMSNorm, library: Any | None) -> None:
+        """`norm` is read at every call, unless it belongs to the copy itself and there is a library."""
         super().__init__()
-        width = norm.weight.shape[0]
-        self.gain = norm.weight.detach().float() * math.sqrt(width)
-        self.weight, self.eps, self.library = norm.weight.detach(), norm.eps, library
-        self.floor = torch.tensor(math.sqrt(width * norm.eps), device=norm.weight.device)
+        self.norm, self.eps, self.library = norm, norm.eps, library
+        self.root, weight = math.sqrt(norm.weight.shape[0]), norm.weight
+        self.floor = torch.tensor(self.root * math.sqrt(norm.eps), dtype=torch.float32, device=weight.device)
+        self.gain = pointer(weight, weight.numel()) if library is not None else 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.library is not None and x.dtype == torch.float32:
-            x, y, C = x.contiguous(), torch.empty_like(x), x.shape[-1]
-            threads = threads_to_use() if x.numel() > PARALLEL else 1
-            self.library.norms(threads, x.numel() // C, C, x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr())
+            x, C = x.contiguous(), x.shape[-1]
+            y, size = torch.empty_like(x), x.numel()
+            threads = threads_to_use() if size > PARALLEL else 1
+            self.library.norms(threads, size // C, C, pointer(x, size), self.gain, self.eps, pointer(y, size))
             return y
         x32 = x.float()
         length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-        return (x32 / torch.hypot(length, self.floor)).mul_(self.gain).type_as(x)
+        return (x32 * (self.root / torch.hypot(length, self.floor))).mul_(self.norm.weight.detach()).type_as(x)
 
 
 class QuickMLP(nn.Module):
@@ -129,71 +147,69 @@ class QuickMLP(nn.Module):
         M = h.shape[-1] // 2 if self.gated else h.shape[-1]
         y = h.new_empty(*h.shape[:-1], M) if self.gated else h
         threads = threads_to_use() if h.numel() > PARALLEL else 1
-        self.library.silus(threads, y.numel() // M, M, self.gated, h.data_ptr(), y.data_ptr())
+        n = y.numel() // M
+        self.library.silus(threads, n, M, self.gated, pointer(h, n * M * (2 if self.gated else 1)), pointer(y, n * M))
         return cast(Tensor, self.down(y))
 
 
 class QuickBlock(nn.Module):
     """A block whose rows go through one fused C call; very many rows, and a plain forward, go operator by operator."""
 
-    def __init__(self, block: Block, ordinary: Block, library: Any) -> None:
+    def __init__(self, block: Block, library: Any) -> None:
+        """`block` is a copy with quick modules inside."""
         super().__init__()
-        self.block, self.ordinary, self.library = [block], ordinary, library  # in a list: it is not a child
-        self.on_sum, self.eps = block.on_sum, block.norm1.eps
-        self.gains = [norm.weight.data_ptr() if isinstance(norm, RMSNorm) else None for norm in (block.norm2, block.norm3, block.norm4)]
-        self.address: int | None = None
-
-    def _open(self) -> int:
-        """Put the weights into panels and tell the kernel where everything lies; when few rows first come."""
-        block = self.block[0]
         attn, mlp = block.attn, block.mlp
-        order: tuple[Any, ...] = (block.norm1, attn.qkv, attn.qk_bias, attn.out, block.norm2, block.norm3, mlp.up, mlp.down, block.norm4)
-        weights = [_inside(m) for m in order]
-        sizes = (attn.qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, mlp.down.in_features)
-        places = (None if w is None else w.data_ptr() for w in weights)
-        self.inside = weights, BlockWeights(*sizes, mlp.gated, block.on_sum, self.eps, *places)
-        self.scratch = 3 * sizes[0] + 2 * (attn.heads + attn.kv_heads) * attn.head_dim + mlp.up.out_features
-        self.address = ctypes.addressof(self.inside[1])
-        return self.address
+        qkv, out, up, down = (cast(QuickLinear, m) for m in (attn.qkv, attn.out, mlp.up, mlp.down))
+        gain1, gain2, gain3, gain4 = (
+            norm.gain if isinstance(norm, QuickNorm) else None for norm in (block.norm1, block.norm2, block.norm3, block.norm4)
+        )
+        bias = None if attn.qk_bias is None else pointer(attn.qk_bias, attn.qk_bias.numel())
+        self.block, self.library, self.gains = block, library, (gain2, gain3, gain4)
+        self.on_sum, self.eps, self.width, self.head_dim = block.on_sum, block.norm1.eps, qkv.columns, attn.head_dim
+        places = (gain1, qkv.place, bias, out.place, gain2, gain3, up.place, down.place, gain4)
+        sizes = (qkv.columns, attn.heads, attn.kv_heads, attn.head_dim, down.columns, mlp.gated, block.on_sum)
+        self.weights = BlockWeights(*sizes, self.eps, *places)
+        self.address = ctypes.addressof(self.weights)
+        self.scratch = 3 * qkv.columns + qkv.rows + out.columns + up.rows  # floats for each row
 
     def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
         if not isinstance(attend, RowAttention) or not attend.rows.native:
             return self._many(x, rope, attend)
-        rows, address, threads = attend.rows, self.address or self._open(), threads_to_use()
-        x, out = x.contiguous(), torch.empty_like(x)
-        work = torch.empty(rows.n * self.scratch + 2 * threads * rows.longest)
-        cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
-        self.library.block(threads, rows.n, address, x.data_ptr(), cos, sin, attend.seen(), work.data_ptr(), out.data_ptr())
+        rows, threads = attend.rows, threads_to_use()
+        x = x.contiguous()
+        out, size = torch.empty_like(x), rows.n * self.width
+        cos, sin = (None, None) if rope is None else (pointer(angle, rows.n * self.head_dim) for angle in rope)
+        work = rows.scratch(rows.n * self.scratch + 2 * threads * rows.longest)
+        self.library.block(threads, rows.n, self.address, pointer(x, size), cos, sin, attend.seen(), work, pointer(out, size))
         return out
 
     def _many(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
         """The same for many rows, or whole sequences: norms and sums in C, matmuls by torch."""
-        block, (gain2, gain3, gain4), C = self.ordinary, self.gains, x.shape[-1]
+        block, (gain2, gain3, gain4), C = self.block, self.gains, x.shape[-1]
         x = x.contiguous()
         n, threads = x.numel() // C, threads_to_use() if x.numel() > PARALLEL else 1
         y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
-        self.library.joins(threads, n, C, self.on_sum, x.data_ptr(), y.data_ptr(), gain2, gain3, self.eps, middle.data_ptr())
+        at_x, at_y, at_middle, at_out = (pointer(t, n * C) for t in (x, y, middle, out))
+        self.library.joins(threads, n, C, self.on_sum, at_x, at_y, gain2, gain3, self.eps, at_middle)
         y = block.mlp(y)
-        self.library.joins(threads, n, C, self.on_sum, middle.data_ptr(), y.data_ptr(), gain4, None, self.eps, out.data_ptr())
+        self.library.joins(threads, n, C, self.on_sum, at_middle, pointer(y, n * C), gain4, None, self.eps, at_out)
         return out
 
 
-def _inside(part: nn.Module | nn.Parameter | None) -> Tensor | None:
-    """The weights of a part of a block as the kernel wants them; None where there are none."""
-    if isinstance(part, nn.Linear):
-        return panels(part.weight)
-    return part.weight.detach() if isinstance(part, RMSNorm) else part if isinstance(part, Tensor) else None
-
-
 def quicken(model: LoopedGPT, kernels: Kernels = "auto") -> LoopedGPT:
-    """The copy for decoding; made once for a model, and again when its weights have changed."""
+    """The copy for decoding. It is made once for a model, and again when the model's weights are no longer those of the copy."""
     if kernels not in ("auto", "packed", "plain"):
         raise UserError(f"kernels = {kernels!r}: choose auto, packed or plain")
-    made = _MADE.setdefault(model, {})
-    state = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
-    if kernels not in made or made[kernels][0] != state:
-        made[kernels] = (state, _quick(model, kernels))
-    return made[kernels][1]
+    if not all(_packable(w) for _, w in weights_of(model)):
+        kernels = "plain"
+    # A plain copy reads the model's own weights; it has to be made again only where a module was replaced.
+    state = list(model.modules())[1:] if kernels == "plain" else fingerprint(model)
+    with _PACKING:
+        made = _MADE.setdefault(model, {})
+        if kernels not in made or made[kernels][0] != state:
+            with torch.inference_mode(False), torch.no_grad():
+                made[kernels] = (state, _quick(model, kernels))
+        return made[kernels][1]
 
 
 def library_of(model: LoopedGPT) -> Any | None:
@@ -201,39 +217,52 @@ def library_of(model: LoopedGPT) -> Any | None:
     return next((block.library for block in model.blocks() if isinstance(block, QuickBlock)), None)
 
 
-_MADE: WeakKeyDictionary[LoopedGPT, dict[str, tuple[list[tuple[int, int]], LoopedGPT]]] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[LoopedGPT, dict[str, tuple[object, LoopedGPT]]] = WeakKeyDictionary()
+
+
+def _packable(weight: Tensor) -> bool:
+    known = type(weight) in (Tensor, nn.Parameter)  # a subclass may keep its values elsewhere
+    return known and weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous() and weight.layout == torch.strided
+
+
+def _own(weight: Tensor) -> Tensor:
+    return weight.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _quick(model: LoopedGPT, kernels: Kernels) -> LoopedGPT:
-    weights = list(model.parameters())
-    whole = all(w.device.type == "cpu" and w.dtype == torch.float32 and w.is_contiguous() for w in weights)
-    library = native() if kernels == "auto" and whole else None
+    library = native() if kernels == "auto" else None
+    packs = kernels != "plain"
     done: dict[int, nn.Module] = {}
 
     def children(module: M) -> M:
         new = _shallow(module)
         new._modules = {name: child and copy(child) for name, child in module._modules.items()}
+        if packs:
+            own = {name: p if p is None else nn.Parameter(_own(p), requires_grad=False) for name, p in module._parameters.items()}
+            new._parameters, new._buffers = own, {name: b if b is None else _own(b) for name, b in module._buffers.items()}
         return new
+
+    def make(module: nn.Module) -> nn.Module:
+        if isinstance(module, Adapter) and packs:
+            return QuickAdapter(module, library)
+        if isinstance(module, nn.Linear) and module.bias is None and packs:
+            return QuickLinear(module.weight.detach(), library)
+        if isinstance(module, RMSNorm):
+            return QuickNorm(children(module) if packs else module, library)
+        if isinstance(module, MLP) and library is not None:
+            return QuickMLP(module, copy(module.up), copy(module.down), library)
+        if isinstance(module, Block) and library is not None:
+            return QuickBlock(children(module), library)
+        return children(module)
 
     def copy(module: nn.Module) -> nn.Module:
         if id(module) not in done:
-            if isinstance(module, Adapter):
-                done[id(module)] = QuickAdapter(module, kernels)
-            elif isinstance(module, nn.Linear) and module.bias is None:
-                done[id(module)] = QuickLinear(module.weight, kernels)
-            elif isinstance(module, RMSNorm):
-                done[id(module)] = QuickNorm(module, library)
-            elif isinstance(module, MLP) and library is not None:
-                done[id(module)] = QuickMLP(module, copy(module.up), copy(module.down), library)
-            elif isinstance(module, Block) and library is not None:
-                done[id(module)] = QuickBlock(module, children(module), library)
-            else:
-                done[id(module)] = children(module)
+            done[id(module)] = make(module)
         return done[id(module)]
 
     quick = cast(LoopedGPT, copy(model))
-    if quick.lm_head is None:
-        quick.lm_head = QuickLinear(model.wte.weight, kernels)  # type: ignore[assignment]
+    if quick.lm_head is None and packs:
+        quick.lm_head = QuickLinear(model.wte.weight.detach(), library)  # type: ignore[assignment]
     return quick
 
 

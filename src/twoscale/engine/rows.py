@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twoscale.engine.cache import Cache, Place
-from twoscale.engine.native import FUSED, Seen, threads_to_use
+from twoscale.engine.native import FUSED, Seen, floats, pointer, row_pointer, threads_to_use
 from twoscale.model.group import Layers
 
 
@@ -58,6 +58,7 @@ class Rows:
         self.n = who.shape[1]
         self.native = library is not None and 0 < self.n <= FUSED
         """Whether a fused block takes them."""
+        self._scratch, self._scratch_size = 0, 0
 
     def __len__(self) -> int:
         return self.n
@@ -165,12 +166,20 @@ class Rows:
         """The same in one C call: no mask, no copies, and no row sees more keys than it needs."""
         _, n, H, D = q.shape
         attention, threads = RowAttention(self, layer), threads_to_use()
-        scores, out = q.new_empty(2 * threads * self.longest), q.new_empty(1, n, H, D)
+        J, out = k.shape[2], q.new_empty(1, n, H, D)
+        places = (row_pointer(heads, n, count, D) for heads, count in ((q, H), (k, J), (v, J)))
         self.library.attend(  # type: ignore[union-attr]
-            threads, n, H, k.shape[2], D, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(1), k.stride(1), v.stride(1),
-            attention.seen(), scores.data_ptr(), out.data_ptr(),
+            threads, n, H, J, D, *places, q.stride(1), k.stride(1), v.stride(1),
+            attention.seen(), self.scratch(2 * threads * self.longest), pointer(out, n * H * D),
         )  # fmt: skip
         return out
+
+    def scratch(self, size: int) -> int:
+        """The address of memory for `size` floats that a kernel may overwrite; the same for all steps of these rows."""
+        if size > self._scratch_size:
+            self._memory, self._scratch_size = floats(size), size
+            self._scratch = pointer(self._memory, size)
+        return self._scratch
 
     @cached_property
     def longest(self) -> int:
@@ -178,6 +187,10 @@ class Rows:
 
     @cached_property
     def rooms(self) -> "ctypes.Array[ctypes.c_int64]":
+        """How many positions each part's cache has, for C."""
+        for part in self.parts:
+            if not 0 < part.end <= part.cache.capacity:
+                raise IndexError(f"position {part.end - 1} lies outside a cache for {part.cache.capacity} tokens")
         return (ctypes.c_int64 * len(self.parts))(*(part.cache.capacity for part in self.parts))
 
     def _mask(self, part: Part, first: int, dtype: torch.dtype) -> Tensor:
@@ -201,7 +214,8 @@ class RowAttention:
         rows, layer = self.rows, self.layer
         if self._seen is None:
             self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
-            places = (rows.owners.data_ptr(), ctypes.addressof(rows.rooms), rows.positions.data_ptr())
+            owners, positions = (pointer(who, rows.n, torch.int64) for who in (rows.owners, rows.positions))
+            places = (owners, ctypes.addressof(rows.rooms), positions)
             self._seen = Seen(*places, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
         for i, part in enumerate(rows.parts):
             store = part.cache.layers[layer]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.engine.native import native, threads_to_use
+from twoscale.engine.native import floats, native, pointer, threads_to_use
 from twoscale.model.noise import fold
 
 _LEAST = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
@@ -82,16 +82,27 @@ def _by_kernel(library: Any, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     n, V = logits.shape
     logits = logits.to(torch.float32).contiguous()
     # Temperatures below 1e-30 have no fp32 inverse, and take the most likely token anyway.
-    temperature = torch.tensor([max(d.sampling.temperature, 1e-30) if d.sampling.temperature else 0.0 for d in draws], dtype=torch.float32)
-    top_k = torch.tensor([min(d.sampling.top_k or 0, V) for d in draws], dtype=torch.int32)
-    top_p = torch.tensor([1.0 if d.sampling.top_p is None else d.sampling.top_p for d in draws], dtype=torch.float64)
-    u = torch.tensor([d.uniform if d.sampling.temperature else 0.5 for d in draws], dtype=torch.float64)
+    temperature = [max(d.sampling.temperature, 1e-30) if d.sampling.temperature else 0.0 for d in draws]
+    top_k = [min(d.sampling.top_k or 0, V) for d in draws]
+    top_p = [1.0 if d.sampling.top_p is None else d.sampling.top_p for d in draws]
+    u = [d.uniform if d.sampling.temperature else 0.5 for d in draws]
     threads = min(n, threads_to_use())
-    work = torch.empty(threads * (4 * V + 2 * -(-V // 64)), dtype=torch.float32)
-    tokens, finite = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int32)
-    pointers = (x.data_ptr() for x in (logits, temperature, top_k, top_p, u, work, tokens, finite))
-    library.sample(threads, n, V, *pointers)
+    size = threads * (4 * V + 2 * -(-V // 64))
+    tokens, finite = _numbers([0] * n, torch.int64), _numbers([0] * n, torch.int32)
+    settings = (
+        _numbers(temperature, torch.float32),
+        _numbers(top_k, torch.int32),
+        _numbers(top_p, torch.float64),
+        _numbers(u, torch.float64),
+    )
+    work = floats(size)
+    places = [pointer(x, n, x.dtype) for x in (*settings, tokens, finite)]
+    library.sample(threads, n, V, pointer(logits, n * V), *places[:4], pointer(work, size), *places[4:])
     return Sampled(tokens.tolist(), [bool(f) for f in finite.tolist()])
+
+
+def _numbers(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def _by_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:

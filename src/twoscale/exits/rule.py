@@ -219,7 +219,7 @@ class Watch:
     def __init__(self, rule: Rule, meter: Meter | None = None) -> None:
         self.rule = rule
         self.meter = meter if rule.follows_steps else None
-        self.last, self.first = torch.tensor(math.nan), True
+        self.last, self.first = torch.tensor(math.nan, dtype=torch.float32, device="cpu"), True
         self.streak: Tensor | int = 0
 
     def look(self, group: int, rows: Tokens, before: Tensor, after: Tensor, read: Callable[..., Tensor]) -> Tensor | bool:

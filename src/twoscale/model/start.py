@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import ModelConfig
+from twoscale.config.model import MAX_LOOPS
 from twoscale.model.noise import fold, keyed_normal
 
 _EVALUATION, _TRAINING = 0, 1
@@ -25,7 +26,7 @@ def draw_loops(config: ModelConfig, seed: int, step: int, mean: float | None = N
 def _draw(mean: float, sigma: float, seed: int, step: int, group: int) -> int:
     generator = np.random.default_rng((seed, step, group))
     rate = generator.lognormal(math.log(mean) - sigma**2 / 2, sigma)
-    return 1 + int(generator.poisson(rate))
+    return min(1 + int(generator.poisson(rate)), MAX_LOOPS)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.engine import Engine
 from twoscale.engine.cache import bytes_per_token
+from twoscale.engine.quick import quicken
 from twoscale.engine.sample import sample
 from twoscale.model import LoopedGPT
 from twoscale.serve.fair import QUANTUM, FairShares
@@ -44,6 +45,7 @@ class Scheduler:
         self.running: list[Job] = []
         self.fair = FairShares()
         self._arrived = False
+        self._decoder = quicken(model)  # one copy for all engines: the weights as they are now
         self._ways: dict[Settings, tuple[Engine, Way]] = {}
         self._lock = threading.Lock()
 
@@ -179,6 +181,6 @@ class Scheduler:
 
     def _way(self, settings: Settings) -> tuple[Engine, Way]:
         if settings not in self._ways:
-            engine = Engine(self.model, loops=settings.loops, exit=settings.exit, kv=settings.kv, seed=settings.seed)
+            engine = Engine(self.model, loops=settings.loops, exit=settings.exit, kv=settings.kv, seed=settings.seed, decoder=self._decoder)
             self._ways[settings] = engine, (Lockstep if self.policy == "lockstep" else Depth)(engine, self.rows)
         return self._ways[settings]
