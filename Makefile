@@ -23,8 +23,7 @@ lint: $(VENV)/.test
 
 # The engine's and the server's tests with kernels built for AddressSanitizer and UndefinedBehaviorSanitizer (gcc). Python itself is not
 # instrumented, so libasan is loaded before it (and libstdc++, whose exceptions it watches). PYTHONMALLOC=malloc guards ctypes' arrays too.
-SANITIZED := tests/test_sanitize.py tests/test_memory.py tests/test_weights.py tests/test_sample.py tests/test_threads.py tests/test_engine.py tests/test_generate.py tests/test_exits.py \
-	tests/test_serve.py tests/test_door.py tests/test_under_load.py
+SANITIZED := $(addprefix tests/test_,$(addsuffix .py,sanitize memory weights sample threads engine generate exits serve fair door under_load))
 sanitize: $(VENV)/.test
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TWOSCALE_SANITIZE=1 PYTHONMALLOC=malloc OMP_WAIT_POLICY=PASSIVE \

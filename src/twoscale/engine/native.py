@@ -28,7 +28,11 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.config.cpu import usable_cores
 
-_WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
+SANITIZE = os.environ.get("TWOSCALE_SANITIZE", "0") not in ("", "0")
+"""Whether the kernels are built with AddressSanitizer and UndefinedBehaviorSanitizer, as `make sanitize` does; the process must then have
+been started with libasan preloaded."""
+
+_WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512" and not SANITIZE  # then the kernels take all that they can
 ROWS = 16 if _WIDE else 1 << 20
 """Up to so many rows the kernels multiply. With vectors of 8 they are quicker than torch's operators for any number (measured: 2 cores,
 AVX2, width 768: 1.1x at 512 rows, 1.4x at 32, 2x at 6). Operators with vectors of 16 were not at hand: there only few rows are sure."""
@@ -39,10 +43,6 @@ FUSED = 16 if _WIDE else 512
 PANEL = 16
 HUGE = 2 << 20
 SOURCES = ("team.c", "native.c", "sample.c", "fingerprint.c")  # one translation unit, in this order
-SANITIZE = os.environ.get("TWOSCALE_SANITIZE", "0") not in ("", "0")
-"""Whether the kernels are built with AddressSanitizer and UndefinedBehaviorSanitizer, as `make sanitize` does; the process must then have
-been started with libasan preloaded."""
-
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
 _SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3",)
 FLAGS = (*_SPEED, *_CHECKS, "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread", "-w")
