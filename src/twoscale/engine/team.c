@@ -23,7 +23,7 @@
 #define MAX_PHASES 12
 #define MAX_ARGUMENTS 256
 #ifndef SPIN_NS
-#define SPIN_NS 50000
+#define SPIN_NS 200000
 #endif
 
 /* What one thread knows of the call that it works on. */
