@@ -70,6 +70,6 @@ def leaves(rule: exits.Rule, reference: Reference) -> Leaves:
         for j in range(k - rule.hits + 1, k + 1):
             if not passes(rule, states[: j + 1], read[:j]):
                 return None
-        return states[-2] if rule.keep == "printed" else states[-1]
+        return states[-2] if rule.keep == "previous" else states[-1]
 
     return leave

@@ -29,7 +29,7 @@ RULES: list[exits.Rule] = [
     exits.Acceleration(3.0),
     exits.Acceleration(0.9, normalize="steps"),
     exits.Acceleration(0.4, normalize="state", hits=1, min_steps=4),
-    exits.Acceleration(3.0, keep="printed"),
+    exits.Acceleration(3.0, keep="previous"),
     exits.KL(0.05),
     exits.KL(0.02, reverse=True, hits=2),
     exits.KL(0.05, read="coda"),
@@ -83,17 +83,17 @@ class Noting(exits.Rule):
     def follows_steps(self) -> bool:  # type: ignore[override]
         return self.rule.follows_steps
 
-    def measure(self, look: exits.Look) -> Tensor:
-        value = torch.as_tensor(self.rule.measure(look)).expand(len(look.rows.positions))
-        keys = zip(look.rows.sequences.tolist(), look.rows.positions.tolist(), look.rows.k.tolist(), strict=True)
-        self.notes.update({(b, t, look.group, k): v for (b, t, k), v in zip(keys, value.tolist(), strict=True)})
+    def measure(self, view: exits.StepView) -> Tensor:
+        value = torch.as_tensor(self.rule.measure(view)).expand(len(view.rows.positions))
+        keys = zip(view.rows.sequences.tolist(), view.rows.positions.tolist(), view.rows.k.tolist(), strict=True)
+        self.notes.update({(b, t, view.group, k): v for (b, t, k), v in zip(keys, value.tolist(), strict=True)})
         return value
 
     def passes(self, value: Tensor) -> Tensor:
         return self.rule.passes(value)
 
-    def remember(self, look: exits.Look) -> Tensor | None:
-        return self.rule.remember(look)
+    def remember(self, view: exits.StepView) -> Tensor | None:
+        return self.rule.remember(view)
 
 
 def agree(sequence: int, got: Tensor, steps: list[list[int]], expected: Tensor, wanted: list[list[int]], rule: Noting) -> None:
@@ -303,10 +303,10 @@ def test_deltas_under_autocast() -> None:
 
     @dataclass(frozen=True)
     class Small(exits.Rule):
-        def measure(self, look: exits.Look) -> Tensor:
-            assert look.step.dtype == torch.float32
-            seen.append(float((look.step.norm(dim=-1) / look.after.norm(dim=-1)).min()))
-            return look.step[:, 0]
+        def measure(self, view: exits.StepView) -> Tensor:
+            assert view.step.dtype == torch.float32
+            seen.append(float((view.step.norm(dim=-1) / view.after.norm(dim=-1)).min()))
+            return view.step[:, 0]
 
         def passes(self, value: Tensor) -> Tensor:
             return torch.zeros_like(value, dtype=torch.bool)

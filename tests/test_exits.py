@@ -12,7 +12,7 @@ import twoscale
 from conftest import small_model
 from test_model import loud
 from twoscale import UserError, exits, geometry
-from twoscale.exits.rule import Watch
+from twoscale.exits.rule import RuleState
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Who:
 def stops(rule: exits.Rule, states: Tensor, head: Tensor | None = None, gate: Tensor | None = None) -> list[int]:
     """After how many applications each token of states (K+1, N, C) leaves by the rule; 0 for never."""
     left = [0] * states.shape[1]
-    watch = Watch(rule)
+    rule_state = RuleState(rule)
     for k in range(1, states.shape[0]):
 
         def read(x: Tensor, how: str, k: int = k) -> Tensor:
@@ -54,7 +54,7 @@ def stops(rule: exits.Rule, states: Tensor, head: Tensor | None = None, gate: Te
             assert head is not None, "a rule on states must not touch the head"
             return x @ head.T
 
-        passed = watch.look(0, Who(states.shape[1], k), states[k - 1], states[k], read)
+        passed = rule_state.update(0, Who(states.shape[1], k), states[k - 1], states[k], read)
         each = [passed] * len(left) if isinstance(passed, bool) else passed.tolist()
         left = [n or k * p for n, p in zip(left, each, strict=True)]
     return left
@@ -110,17 +110,17 @@ def listing(states: Tensor, tau: float) -> tuple[int, Tensor]:
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0, 4.0])
 def test_the_papers_listing(tau: float) -> None:
-    """keep="printed" follows the listing step for step: same applications, and the state from before the last one."""
+    """keep="previous" follows the listing step for step: same applications, and the state from before the last one."""
     model = loud(small_model(groups=((0, 1),), n_layer=2), scale=0.1)  # nothing after the group: logits are the head's of its state
     ids = torch.randint(0, 64, (6, 1), generator=torch.Generator().manual_seed(0))
     states = twoscale.trace(model, ids, loops=10).states[0]
-    printed = twoscale.forward(model, ids, exit=exits.Acceleration(tau, keep="printed"), loops=10)
+    previous = twoscale.forward(model, ids, exit=exits.Acceleration(tau, keep="previous"), loops=10)
     newest = twoscale.forward(model, ids, exit=exits.Acceleration(tau), loops=10)
-    assert torch.equal(printed.steps, newest.steps)
+    assert torch.equal(previous.steps, newest.steps)
     for b in range(6):
         steps, x = listing(states[:, b, 0], tau)
-        assert printed.steps[b, 0, 0] == steps >= 3
-        assert torch.allclose(printed.logits[b, 0], model.head(x), atol=1e-4)
+        assert previous.steps[b, 0, 0] == steps >= 3
+        assert torch.allclose(previous.logits[b, 0], model.head(x), atol=1e-4)
         assert torch.allclose(newest.logits[b, 0], model.head(states[steps, b, 0]), atol=1e-4)
 
 
@@ -238,11 +238,11 @@ class Turned(exits.Rule):
 
     tau: float = 0.0
 
-    def remember(self, look: exits.Look) -> Tensor:
-        return look.step
+    def remember(self, view: exits.StepView) -> Tensor:
+        return view.step
 
-    def measure(self, look: exits.Look) -> Tensor:
-        return torch.cosine_similarity(look.step, look.last.expand_as(look.step), dim=-1)
+    def measure(self, view: exits.StepView) -> Tensor:
+        return torch.cosine_similarity(view.step, view.last.expand_as(view.step), dim=-1)
 
     def passes(self, value: Tensor) -> Tensor:
         return value < self.tau

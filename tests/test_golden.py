@@ -14,8 +14,8 @@ import twoscale
 from conftest import ROOT
 from twoscale import exits
 from twoscale.model import LoopedGPT
-from twoscale.tradeoff.noted import leaving, note
-from twoscale.tradeoff.text import Text
+from twoscale.tradeoff.heldout import HeldOut
+from twoscale.tradeoff.signals import exit_steps, record_signals
 
 GOLDEN = ROOT / "tests" / "golden"
 
@@ -113,7 +113,7 @@ def test_ouro_gate() -> None:
         told = gate(expected["hidden_by_loop"])
     assert torch.allclose(told, expected["gate_by_loop"], atol=1e-4)
     rule = exits.Gate(0.5)
-    steps = leaving(rule, note(model, Text(ids, ids, ids, "windows"), rule, 4)[0][..., 0]).view(ids.shape)
+    steps = exit_steps(rule, record_signals(model, HeldOut(ids, ids, ids, "windows"), rule, 4)[0][..., 0]).view(ids.shape)
     every = torch.stack([twoscale.forward(model, ids, loops=n).logits for n in (1, 2, 3, 4)])
     picked = every.gather(0, (steps - 1)[None, ..., None].expand(1, *every.shape[1:]))[0]
     assert torch.allclose(picked, expected["logits_gate_0.5"], atol=1e-4) and len(set(steps.flatten().tolist())) > 1

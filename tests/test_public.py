@@ -67,7 +67,7 @@ def test_one_line_shortens() -> None:
 
 def test_auto(calibrated: Path, cli: CommandLine) -> None:
     """exit="auto" is the rule and the loops of the calibration: in forward, in generate, for copies, and as on the command line."""
-    from twoscale.tradeoff.open import calibration_for
+    from twoscale.tradeoff.load_run import calibration_for
 
     rules, loops = calibration_for(calibrated)
     model, tokenizer = twoscale.load(calibrated)

@@ -147,8 +147,8 @@ def test_poisoned(policy: Policy) -> None:
 class Broken(exits.StepNorm):
     """A rule that goes wrong at its third step."""
 
-    def measure(self, look: exits.Look) -> float:
-        if bool((torch.as_tensor(look.k) >= 3).any()):
+    def measure(self, view: exits.StepView) -> float:
+        if bool((torch.as_tensor(view.k) >= 3).any()):
             raise ZeroDivisionError
         return 1.0
 

@@ -156,7 +156,7 @@ def test_auto(swept: Path, trained: Path, cli: CommandLine) -> None:
     code, out, err = cli("generate", swept, *words, "--exit", "auto")
     assert code == 0 and "of 6 in" in err
     from twoscale import generate, load
-    from twoscale.tradeoff.open import calibration_for
+    from twoscale.tradeoff.load_run import calibration_for
 
     rules, loops = calibration_for(swept)
     model, tokenizer = load(swept)
@@ -357,7 +357,7 @@ def test_byte_lengths(corpus: Path) -> None:
 def test_learned_calibration_keeps_its_heads(trained: Path, tmp_path: Path, cli: CommandLine) -> None:
     """A calibration of the learned rule goes on with the controller that was certified, whatever controller.json becomes; a text of
     another fingerprint trains another."""
-    from twoscale.tradeoff.open import calibration_for
+    from twoscale.tradeoff.load_run import calibration_for
 
     run = tmp_path / "run"
     shutil.copytree(trained, run)

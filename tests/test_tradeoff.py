@@ -18,14 +18,14 @@ from twoscale.config import ModelConfig, UserError, presets
 from twoscale.data import TokenData, Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import token_flops
-from twoscale.tradeoff.answers import answers, counted_flops
 from twoscale.tradeoff.calibrate import DEPTHS, Calibration, Goal, Texts, best_path, fixed_sequence
 from twoscale.tradeoff.controller import train_controller
-from twoscale.tradeoff.noted import leaving, note
+from twoscale.tradeoff.evaluate import counted_flops, evaluate
+from twoscale.tradeoff.heldout import HeldOut, heldout_part
 from twoscale.tradeoff.points import Table, grid, mixed_depths
+from twoscale.tradeoff.signals import exit_steps, record_signals
 from twoscale.tradeoff.stats import interval, pareto, ratio_interval, student, upper_bound
 from twoscale.tradeoff.sweep import Sweeper
-from twoscale.tradeoff.text import Text, part
 from twoscale.train.parallel import World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -144,8 +144,8 @@ def test_parts_share_no_document(shards: Path, tmp_path: Path) -> None:
     """The three parts are made of different documents, together all of them, the same every time; too little text is refused."""
     data, eot = TokenData(shards, "val"), Tokenizer.load(shards).eot
     stream = data.read(0, len(data)).tolist()
-    parts = {role: part(data, eot, 8, role, 10_000) for role in ("fit", "certify", "report")}  # type: ignore[arg-type]
-    again = part(data, eot, 8, "fit", 10_000)
+    parts = {role: heldout_part(data, eot, 8, role, 10_000) for role in ("fit", "certify", "report")}  # type: ignore[arg-type]
+    again = heldout_part(data, eot, 8, "fit", 10_000)
     assert torch.equal(parts["fit"].ids, again.ids) and torch.equal(parts["fit"].clusters, again.clusters)
     owners = [set(p.clusters.flatten().tolist()) for p in parts.values()]
     assert not owners[0] & owners[1] and not owners[0] & owners[2] and not owners[1] & owners[2]
@@ -158,13 +158,13 @@ def test_parts_share_no_document(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a b\n<|endoftext|>\nc d\n<|endoftext|>\ne f\n<|endoftext|>\ng h\n")
     prepare(DataConfig(source=str(tmp_path / "text.txt"), val_fraction=0.3), few)
     with pytest.raises(UserError, match="too few"):
-        part(TokenData(few, "val"), eot, 8, "fit", 4)
+        heldout_part(TokenData(few, "val"), eot, 8, "fit", 4)
 
 
 # -- a constructed model -----------------------------------------------------------------------------------------
 
 
-def two_speeds() -> tuple[LoopedGPT, Text]:
+def two_speeds() -> tuple[LoopedGPT, HeldOut]:
     """A model in which half of the tokens have settled by step 2 and half by about step 10, and a text of both.
 
     Layers do nothing, so the group's map is x <- a x + (1 - a) e, channel by channel, from zero. An easy token lies in the quick channels;
@@ -196,14 +196,14 @@ def two_speeds() -> tuple[LoopedGPT, Text]:
         model.lm_head.weight[:V, C // 2 :] = directions[:V]
     ids = torch.randint(0, V, (90, 32), generator=torch.Generator().manual_seed(1))
     targets = (ids * 7 + 3) % V
-    return model.eval(), Text(ids, targets, torch.arange(90)[:, None].expand(90, 32).contiguous(), "windows")
+    return model.eval(), HeldOut(ids, targets, torch.arange(90)[:, None].expand(90, 32).contiguous(), "windows")
 
 
 def test_sharpness(tmp_path: Path) -> None:
     """At the calibrated rule's budget of steps the sweep puts oracle, calibrated, rule on a coarse grid, fixed and random in this order,
     intervals apart. A token's loss is convex in its depth here, so depths drawn at random cost more than their mean (Jensen)."""
     model, text = two_speeds()
-    texts = Texts(*(Text(text.ids[i::3], text.targets[i::3], text.clusters[i::3], "windows") for i in range(3)))
+    texts = Texts(*(HeldOut(text.ids[i::3], text.targets[i::3], text.clusters[i::3], "windows") for i in range(3)))
     found = Calibration(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))
     rules = {g: exits.parse(word) for g, word in enumerate(found["rules"])}
     points = grid(model.config, 20, ("step-norm",), (0.0005, 0.005, 0.05, 0.5), None, rules)
@@ -294,12 +294,12 @@ def test_rivals_are_certified_alike() -> None:
     """The fixed depth beside the result is the last of its path whose bound keeps the limit, and the difference in steps is paired: where
     tokens need different depths its whole interval lies below zero."""
     model, text = two_speeds()
-    texts = Texts(*(Text(text.ids[i::9], text.targets[i::9], text.clusters[i::9], "windows") for i in range(3)))
+    texts = Texts(*(HeldOut(text.ids[i::9], text.targets[i::9], text.clusters[i::9], "windows") for i in range(3)))
     limit, report = 0.12, Calibration(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))["report"]
-    full = answers(model, texts.certify, None, 20).losses
+    full = evaluate(model, texts.certify, None, 20).losses
     depths = [k for k in DEPTHS if k < 20]
     bounds = [
-        upper_bound((answers(model, texts.certify, None, k).losses - full).numpy(), texts.certify.clusters.numpy(), 0.05) for k in depths
+        upper_bound((evaluate(model, texts.certify, None, k).losses - full).numpy(), texts.certify.clusters.numpy(), 0.05) for k in depths
     ]
     last = next(i for i, bound in enumerate(bounds) if bound > limit) - 1
     assert report["fixed"]["rule"] == f"fixed:{depths[last]}" and report["fixed"]["mean_steps"] == depths[last]
@@ -315,9 +315,9 @@ def test_notes_foretell() -> None:
     """What one pass noted tells when every token leaves, where tokens do not see each other; for rules that want two hits as well."""
     model, text = two_speeds()
     for rule in (exits.StepNorm(0.03), exits.Acceleration(0.02), exits.Acceleration(0.02, min_steps=9), exits.Confidence(0.3)):
-        values = note(model, text, rule, 20)[0][..., 0]
+        values = record_signals(model, text, rule, 20)[0][..., 0]
         assert values.shape == (20, text.ids.numel())
-        assert torch.equal(leaving(rule, values), answers(model, text, rule, 20).steps.flatten())
+        assert torch.equal(exit_steps(rule, values), evaluate(model, text, rule, 20).steps.flatten())
 
 
 # -- the controller ----------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_learned_rule() -> None:
     config = ModelConfig(vocab_size=40, block_size=16, n_layer=3, n_head=2, n_embd=32, groups=((1,),), mean_loops=8)
     model = loud(config, seed=3, scale=0.1)
     ids = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
-    seen = note(model, Text(ids, ids, ids, "windows"), exits.Acceleration(0.0), 6, exits.learned.features)[0]  # (K, n, F)
+    seen = record_signals(model, HeldOut(ids, ids, ids, "windows"), exits.Acceleration(0.0), 6, exits.learned.features)[0]  # (K, n, F)
     from twoscale import trace
 
     states = trace(model, ids, loops=6).states[0].flatten(1, 2)
@@ -353,7 +353,7 @@ def test_controller_learns() -> None:
     found = train_controller(model, text, 20)
     assert found["told"][0]["right"] > found["told"][0]["base"] + 0.05, found["told"]
     rule = exits.Learned(0.3, weights=tuple(map(tuple, found["heads"])))
-    steps = answers(model, text, rule, 20).steps[..., 0].double()
+    steps = evaluate(model, text, rule, 20).steps[..., 0].double()
     easy = text.ids % 2 == 0
     assert steps[~easy].mean() > steps[easy].mean() + 4
     with pytest.raises(UserError, match="another model"):

@@ -21,7 +21,7 @@ from twoscale.engine import Engine, Loop, forward
 from twoscale.engine.cache import Cache, bytes_per_token
 from twoscale.engine.quick import Kernels, can_pack, pack, packed_linear
 from twoscale.engine.rows import Rows, part_of
-from twoscale.exits import Exit, Look, Rule
+from twoscale.exits import Exit, Rule, StepView
 from twoscale.exits.rule import Numbers
 from twoscale.model import LoopedGPT, LoopGroup
 
@@ -40,14 +40,14 @@ class Spread(exits.Acceleration):
     least: int = field(default=3, kw_only=True)
     most: int = field(default=12, kw_only=True)
 
-    def measure(self, look: Look) -> Numbers:
-        super().measure(look)
-        known = look.rows.__dict__  # the rows' depths are worked out once, so that only acceleration is paid for
-        if known.get("depths of") != look.group:
-            known["depths of"] = look.group
-            depths = [self.least + (part.sequence * 7 + look.group * 3) % (self.most - self.least + 1) for part in known["parts"]]
+    def measure(self, view: StepView) -> Numbers:
+        super().measure(view)
+        known = view.rows.__dict__  # the rows' depths are worked out once, so that only acceleration is paid for
+        if known.get("depths of") != view.group:
+            known["depths of"] = view.group
+            depths = [self.least + (part.sequence * 7 + view.group * 3) % (self.most - self.least + 1) for part in known["parts"]]
             known["depths"] = depths[0] if len(depths) == 1 else torch.tensor(depths)
-        return known["depths"] - look.k
+        return known["depths"] - view.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0
@@ -84,8 +84,8 @@ class Steps:
                 loop = Loop(self.engine, stage)
                 loop.admit(Rows(parts, torch.stack((torch.full_like(places, self.context), places, places)), self.engine.library), self.e)
                 if looks is not None:
-                    assert loop.watch is not None
-                    loop.watch.look = _noted(loop.watch.look, looks)  # type: ignore[method-assign]
+                    assert loop.rule_state is not None
+                    loop.rule_state.update = _noted(loop.rule_state.update, looks)  # type: ignore[method-assign]
                 while len(loop):
                     loop.advance()
 

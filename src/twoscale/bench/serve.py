@@ -23,7 +23,7 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.engine import stream
-from twoscale.exits.rule import Look, Numbers
+from twoscale.exits.rule import Numbers, StepView
 from twoscale.model import LoopedGPT
 from twoscale.serve.job import Job, Settings
 from twoscale.serve.policies import Counters
@@ -38,10 +38,10 @@ class Drawn(exits.Acceleration):
 
     hits: int = field(default=1, kw_only=True)
 
-    def measure(self, look: Look) -> Numbers:
-        super().measure(look)
-        mixed = look.rows.positions * 7919 + look.rows.tokens * 104729 + look.group * 31
-        return LEAST + (mixed % 9973) % (LOOPS - LEAST + 1) - look.k
+    def measure(self, view: StepView) -> Numbers:
+        super().measure(view)
+        mixed = view.rows.positions * 7919 + view.rows.tokens * 104729 + view.group * 31
+        return LEAST + (mixed % 9973) % (LOOPS - LEAST + 1) - view.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0

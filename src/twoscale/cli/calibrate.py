@@ -55,7 +55,7 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
     from twoscale.config.files import write_json
     from twoscale.tradeoff.calibrate import Calibration, Goal, Texts
     from twoscale.tradeoff.controller import controller
-    from twoscale.tradeoff.open import open_run
+    from twoscale.tradeoff.load_run import load_run
     from twoscale.tradeoff.summary import CALIBRATION
 
     asked = (args.max_dce, args.mean_steps, args.ms)
@@ -66,7 +66,7 @@ def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
     if kind is not exits.Learned:
         needs_value = kind is not None and ":" not in args.rule and "tau" in kind.__dataclass_fields__
         rule = exits.parse(f"{args.rule}:0.01" if needs_value else args.rule)
-    opened = open_run(args.run, args.checkpoint, args.data_dir)
+    opened = load_run(args.run, args.checkpoint, args.data_dir)
     texts = Texts(opened.text("fit", max(1, args.windows // 3)), opened.text("certify", args.windows), opened.text("report", args.windows))
     with lock(args.run, "calibrate"):
         if kind is exits.Learned:

@@ -63,19 +63,19 @@ def run(args: list[str]) -> int:
 
 
 def eval_run(args: EvalArgs) -> dict[str, Any]:
-    from twoscale.tradeoff.answers import answers
-    from twoscale.tradeoff.open import chosen_exit, open_run
+    from twoscale.tradeoff.evaluate import evaluate
+    from twoscale.tradeoff.heldout import heldout_windows
+    from twoscale.tradeoff.load_run import chosen_exit, load_run
     from twoscale.tradeoff.stats import interval
-    from twoscale.tradeoff.text import spread
     from twoscale.train.checkpoint import find_checkpoint
 
     if args.windows < 2:
         raise UserError("--windows is at least 2")
-    opened = open_run(args.run, args.checkpoint, args.data_dir)
+    opened = load_run(args.run, args.checkpoint, args.data_dir)
     exit, loops = chosen_exit(find_checkpoint(args.run, args.checkpoint), args.exit, args.loops)
     counts = opened.model.config.loops_for(loops)
-    text = spread(opened.data, opened.model.config.block_size, args.windows)
-    found = answers(opened.model, text, exit, counts)
+    text = heldout_windows(opened.data, opened.model.config.block_size, args.windows)
+    found = evaluate(opened.model, text, exit, counts)
     ce, size = float(found.losses.mean()), opened.tokenizer.byte_lengths()[text.targets].sum()
     low, high = interval(found.losses.numpy(), text.clusters.numpy())
     return {
@@ -108,7 +108,7 @@ def eval_tasks(args: EvalArgs) -> dict[str, Any]:
     except ModuleNotFoundError:
         raise missing_package("--tasks needs the lm-evaluation-harness", "eval") from None
     from twoscale.interop import find, load
-    from twoscale.tradeoff.open import chosen_exit
+    from twoscale.tradeoff.load_run import chosen_exit
     from twoscale.train.checkpoint import find_checkpoint
 
     folder = find(args.run) if args.checkpoint is None else find_checkpoint(args.run, args.checkpoint)

@@ -50,7 +50,7 @@ def open_session(name: str):  # type: ignore[no-untyped-def]
     """The model with its calibration, where it has one that fits."""
     from twoscale.explore.session import Session
     from twoscale.interop import find, load
-    from twoscale.tradeoff.open import calibration_for
+    from twoscale.tradeoff.load_run import calibration_for
 
     folder = find(name)
     model, tokenizer = load(folder)

@@ -58,7 +58,7 @@ def run(args: list[str]) -> int:
 
     import twoscale
     from twoscale.interop import find
-    from twoscale.tradeoff.open import chosen_exit
+    from twoscale.tradeoff.load_run import chosen_exit
 
     folder = find(given.run)
     model, tokenizer = twoscale.load(folder)

@@ -119,13 +119,13 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     from twoscale.config.files import write_json
     from twoscale.data import TokenData
     from twoscale.interop.convert import SOURCE
-    from twoscale.tradeoff.answers import answers
     from twoscale.tradeoff.bigram import bigram_cross_entropy
-    from twoscale.tradeoff.open import open_model
+    from twoscale.tradeoff.evaluate import evaluate
+    from twoscale.tradeoff.heldout import heldout_windows
+    from twoscale.tradeoff.load_run import load_run_model
     from twoscale.tradeoff.summary import EVALUATION, read_evaluation
-    from twoscale.tradeoff.text import spread
 
-    opened = open_model(out)
+    opened = load_run_model(out)
     config: RunConfig = opened.config
     windows = min(effort.evaluation_windows, config.train.eval_sequences)
     asked = {**opened.about, "windows": windows}
@@ -133,10 +133,10 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     if old is not None and all(old.get(key) == value for key, value in asked.items()):
         say("already evaluated")
         return 0
-    text = spread(opened.data, config.model.block_size, windows)
+    text = heldout_windows(opened.data, config.model.block_size, windows)
     by_loops: dict[str, float] = {}
     for k in LOOPS if config.model.n_groups else (1,):
-        by_loops[str(k)] = float(answers(opened.model, text, None, k if config.model.n_groups else ()).losses.mean())
+        by_loops[str(k)] = float(evaluate(opened.model, text, None, k if config.model.n_groups else ()).losses.mean())
         say(f"  {k:>2} loops: {by_loops[str(k)]:.4f} nats a token")
     trained_here = not (out / SOURCE).exists()
     result: dict[str, Any] = {
@@ -171,7 +171,7 @@ def _trace_stage(out: Path) -> int:
 def _calibrate_stage(out: Path, effort: Effort) -> int:
     """Thresholds for each group; before the sweep, which then shows them beside everything else."""
     from twoscale.cli.calibrate import CalibrateArgs, calibrate_run, describe
-    from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
+    from twoscale.tradeoff.load_run import calibrated_exit, name_checkpoint
     from twoscale.tradeoff.summary import CALIBRATION, read_calibration
     from twoscale.train.checkpoint import find_checkpoint
 

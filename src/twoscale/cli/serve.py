@@ -49,7 +49,7 @@ class ServeArgs:
 def _open(name: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | None]:
     """The model of a folder, looped or not, its tokenizer, its name for clients, and its calibration where it has one that fits."""
     from twoscale.interop import find, load
-    from twoscale.tradeoff.open import calibration_for
+    from twoscale.tradeoff.load_run import calibration_for
 
     folder = find(name)
     model, tokenizer = load(folder)

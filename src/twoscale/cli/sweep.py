@@ -18,7 +18,7 @@ from twoscale.config.lock import lock
 from twoscale.report.words import default_depth, signed, sweep_text
 
 if TYPE_CHECKING:
-    from twoscale.tradeoff.open import Opened
+    from twoscale.tradeoff.load_run import LoadedRun
     from twoscale.tradeoff.summary import Sweep
 
 
@@ -57,7 +57,7 @@ def run(args: list[str]) -> int:
 def sweep_run(args: SweepArgs) -> "Sweep | None":
     """The sweep; None in all processes but the first."""
     from twoscale.tradeoff.controller import controller
-    from twoscale.tradeoff.open import calibrated_exit, open_run
+    from twoscale.tradeoff.load_run import calibrated_exit, load_run
     from twoscale.tradeoff.points import grid, settings
     from twoscale.tradeoff.sweep import Sweeper
     from twoscale.train.parallel import open_world
@@ -69,7 +69,7 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
     for name in args.rules:
         settings(name, args.taus)
     with open_world() as world, contextlib.ExitStack() as held:
-        opened = open_run(args.run, args.checkpoint, args.data_dir, world.device)
+        opened = load_run(args.run, args.checkpoint, args.data_dir, world.device)
         problem = None
         if world.main:
             try:
@@ -100,7 +100,7 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
         return found if world.main else None
 
 
-def _samples(run: Path, opened: "Opened", found: "Sweep", calibrated: Any) -> None:
+def _samples(run: Path, opened: "LoadedRun", found: "Sweep", calibrated: Any) -> None:
     """Three texts with the calibrated rule, or with the one that the sweep recommends."""
     from twoscale import exits
     from twoscale.config.serial import read_json

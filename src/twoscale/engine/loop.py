@@ -27,7 +27,7 @@ from twoscale.engine.cache import Cache, parse_kv
 from twoscale.engine.native import pointer, threads_to_use
 from twoscale.engine.quick import PARALLEL, Kernels, library_of, quicken
 from twoscale.engine.rows import Rows, part_of
-from twoscale.exits import Exit, Gate, Watch, plan
+from twoscale.exits import Exit, Gate, RuleState, plan
 from twoscale.exits.rule import Numbers
 from twoscale.model import LoopedGPT, LoopGroup, StateNoise
 from twoscale.model.layers import Rope
@@ -248,7 +248,7 @@ class Loop:
         assert isinstance(group, LoopGroup)
         self.engine, self.group, self.most = engine, group, engine.loops[group.index]
         self.layers = range(engine.first_layers[stage], engine.first_layers[stage + 1])
-        self.watch: Watch | None = None
+        self.rule_state: RuleState | None = None
         self._empty()
 
     def __len__(self) -> int:
@@ -267,12 +267,12 @@ class Loop:
         x = (self.engine.start(self.group.index, e, rows.positions) if start is None else start.to(e)).contiguous()
         injected = self.group.inject(e)
         if len(self):
-            if self.watch is not None:
-                self.watch.admit(len(self), len(rows))
+            if self.rule_state is not None:
+                self.rule_state.admit(len(self), len(rows))
             rows, x = self.rows.join(rows), torch.cat((self.x, x))
             injected = None if injected is None else torch.cat((self.injected, injected))
         elif (rule := self.engine.rules[self.group.index]) is not None:
-            self.watch = Watch(rule, self.engine.meter if self.engine.library is not None else None)
+            self.rule_state = RuleState(rule, self.engine.meter if self.engine.library is not None else None)
         self._hold(rows, x, injected)
 
     def _hold(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
@@ -293,8 +293,8 @@ class Loop:
 
     def _stay(self, stay: Tensor) -> None:
         """Only the rows of `stay`, ascending int64."""
-        if self.watch is not None:
-            self.watch.take(stay)
+        if self.rule_state is not None:
+            self.rule_state.take(stay)
         injected = None if self.injected is None else self.injected.index_select(0, stay)
         self._hold(self.rows.take(stay), self.x.index_select(0, stay), injected)
 
@@ -307,7 +307,7 @@ class Loop:
         injected = None if self.injected is None else self.injected[None]
         after = self.group.step(x[None], injected, self.rope, self.attention)[0]
         self.engine.work[g] += rows.n
-        passed = None if self.watch is None else self.watch.look(g, rows, before, after, self._read)
+        passed = None if self.rule_state is None else self.rule_state.update(g, rows, before, after, self._read)
         return self._release_one(before, after, passed) if rows.n == 1 else self._release(before, after, passed)
 
     def _release_one(self, before: Tensor, after: Tensor, passed: Tensor | bool | None) -> Left | None:
@@ -318,7 +318,7 @@ class Loop:
             return None
         for layer in self.layers:
             part.cache.layers[layer].settle(part.k, part.at)
-        kept = before if passed and self._printed else after
+        kept = before if passed and self._keeps_previous else after
         self._empty()
         return Left(rows.places, self.group.leave(kept), torch.tensor([part.k], dtype=torch.int64, device=after.device))
 
@@ -334,7 +334,7 @@ class Loop:
         if left is None or not left.any():
             self.x = after
             return None
-        if passed is not None and self._printed:
+        if passed is not None and self._keeps_previous:
             after = torch.where(passed[:, None], before, after)
         gone = left.nonzero().flatten()
         rows.leave(self.layers, gone)
@@ -347,8 +347,8 @@ class Loop:
         return result
 
     @property
-    def _printed(self) -> bool:
-        return self.watch is not None and self.watch.rule.keep == "printed"
+    def _keeps_previous(self) -> bool:
+        return self.rule_state is not None and self.rule_state.rule.keep == "previous"
 
     def _fresh(self) -> Tensor:
         """Noise for this step of every row (noise="every_step")."""

@@ -143,7 +143,7 @@ static int matrix(Member *me, int n, int I, int O, const float *w, const float *
     return settled(me, &s);
 }
 
-static void norm(int C, const float *x, const float *gain, float eps, float *y) {
+static void rms_norm_row(int C, const float *x, const float *gain, float eps, float *y) {
     v8 sum = all(0);
     int i = 0;
     for (; i + 8 <= C; i += 8) { v8 v = load(x + i); sum += v * v; }
@@ -155,18 +155,18 @@ static void norm(int C, const float *x, const float *gain, float eps, float *y) 
 }
 
 /* x <- n(x + y), or x + n(y); without a gain there is no norm */
-static void join(int C, int on_sum, const float *x, const float *y, const float *gain, float eps, float *out) {
+static void residual_norm_row(int C, int on_sum, const float *x, const float *y, const float *gain, float eps, float *out) {
     if (on_sum || !gain) {
         for (int i = 0; i < C; i++) out[i] = x[i] + y[i];
-        if (gain) norm(C, out, gain, eps, out);
+        if (gain) rms_norm_row(C, out, gain, eps, out);
     } else {
-        norm(C, y, gain, eps, out);
+        rms_norm_row(C, y, gain, eps, out);
         for (int i = 0; i < C; i++) out[i] += x[i];
     }
 }
 
 /* Channels from .. to - 1 of silu(h[:M]), or silu(h[:M]) * h[M:]; y may be h. */
-static void act(int from, int to, int M, int gated, const float *h, float *y) {
+static void silu_row(int from, int to, int M, int gated, const float *h, float *y) {
     int i = from;
     for (; i + 8 <= to; i += 8) {
         v8 x = load(h + i), s = x / (all(1.0f) + vexp(-x));
@@ -202,7 +202,7 @@ typedef struct {
     const float *gain1, *qkv, *qk_bias, *out, *gain2, *gain3, *up, *down, *gain4;
 } Block;
 
-static void turn(const Block *b, const float *cos, const float *sin, float *heads) {
+static void rope(const Block *b, const float *cos, const float *sin, float *heads) {
     int D = b->D, half = D / 2;
     for (int h = 0; h < b->H + b->J; h++, heads += D) {
         if (b->qk_bias)
@@ -236,7 +236,7 @@ static inline __attribute__((always_inline)) void dots(int n, int D, const float
 }
 
 /* Scores (end) to weights that sum to 1 / the returned number. */
-static float soften(int end, float *score) {
+static float softmax(int end, float *score) {
     float top = -INFINITY;
     v8 sum = all(0);
     int p = 0;
@@ -248,7 +248,7 @@ static float soften(int end, float *score) {
 }
 
 /* y = each * sum over p of score[p] values[p], from `first` on; y holds what came before. */
-static void mix(int D, int first, int end, const float *score, const float *values, float each, float *y) {
+static void weighted_sum(int D, int first, int end, const float *score, const float *values, float each, float *y) {
     int i = 0, p;
     for (; i + 64 <= D; i += 64) {
         v8 acc[8];
@@ -260,7 +260,7 @@ static void mix(int D, int first, int end, const float *score, const float *valu
         }
         for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * all(each));
     }
-    for (; i + 32 <= D; i += 32) { /* as look_twice does, to the bit */
+    for (; i + 32 <= D; i += 32) { /* the same order as in attend_two, to the bit */
         v8 acc[4];
         for (int j = 0; j < 4; j++) acc[j] = load(y + i + 8 * j);
         for (p = first; p < end; p++)
@@ -275,19 +275,19 @@ static void mix(int D, int first, int end, const float *score, const float *valu
 }
 
 /* One query against keys and values (end, D). */
-static void look(int D, int end, const float *query, const float *keys, const float *values, float *score, float *y) {
+static void attend_one(int D, int end, const float *query, const float *keys, const float *values, float *score, float *y) {
     float scale = 1.0f / sqrtf((float)D);
     int p = 0;
     for (; p + 4 <= end; p += 4) dots(4, D, query, keys + (long)p * D, scale, score + p);
     for (; p < end; p++) dots(1, D, query, keys + (long)p * D, scale, score + p);
-    float each = soften(end, score);
+    float each = softmax(end, score);
     memset(y, 0, D * sizeof(float));
-    mix(D, 0, end, score, values, each, y);
+    weighted_sum(D, 0, end, score, values, each, y);
 }
 
 /* Two queries of one sequence, the second at a later position (first_end <= end): every key and value is loaded once for both,
  * and each sum is taken in the same order as for one. */
-static void look_twice(int D, int first_end, int end, const float *a, const float *b, const float *keys, const float *values,
+static void attend_two(int D, int first_end, int end, const float *a, const float *b, const float *keys, const float *values,
                        float *score_a, float *score_b, float *y_a, float *y_b) {
     float scale = 1.0f / sqrtf((float)D);
     int p = 0, i = 0;
@@ -312,7 +312,7 @@ static void look_twice(int D, int first_end, int end, const float *a, const floa
         dots(1, D, a, keys + (long)p * D, scale, score_a + p);
         dots(1, D, b, keys + (long)p * D, scale, score_b + p);
     }
-    float each_a = soften(first_end, score_a), each_b = soften(end, score_b);
+    float each_a = softmax(first_end, score_a), each_b = softmax(end, score_b);
     for (i = 0; i + 32 <= D; i += 32) {
         v8 acc[2][4];
         for (int j = 0; j < 4; j++) acc[0][j] = acc[1][j] = all(0);
@@ -365,11 +365,11 @@ static void attend_pair(const Attention *a, int t, int h, float *score) {
         const float *query = a->q + t * a->q_row + (long)h * D, *keys = seen->keys[s] + head, *values = seen->values[s] + head;
         float *y = a->out + ((long)t * H + h) * D;
         if (t % 2 == 0 && t + 1 < a->n && seen->owner[t + 1] == s && seen->position[t + 1] > at) {
-            look_twice(D, (int)at + 1, (int)seen->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
+            attend_two(D, (int)at + 1, (int)seen->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
                        y + (long)H * D);
             return;
         }
-        look(D, (int)at + 1, query, keys, values, score, y);
+        attend_one(D, (int)at + 1, query, keys, values, score, y);
     }
 }
 
@@ -420,51 +420,51 @@ typedef struct {
     float *a, *b;
 } RowWise;
 
-static void silus_task(const void *arguments, Member *me) {
+static void silu_task(const void *arguments, Member *me) {
     const RowWise *r = arguments;
     int U = r->flag ? 2 * r->C : r->C;
     Span s = phase(me, r->n, several(me, r->n));
     while (claim(me, &s))
-        for (int t = s.first; t < s.last; t++) act(0, r->C, r->C, r->flag, r->x + (long)t * U, r->a + (long)t * r->C);
+        for (int t = s.first; t < s.last; t++) silu_row(0, r->C, r->C, r->flag, r->x + (long)t * U, r->a + (long)t * r->C);
     settled(me, &s);
 }
 
 /* y = silu(x) for n rows of M, or silu(x[:M]) * x[M:] where x has 2 M columns; y may be x where it has M. */
-void silus(int threads, int n, int M, int gated, const float *x, float *y) {
+void silu(int threads, int n, int M, int gated, const float *x, float *y) {
     RowWise r = {.n = n, .C = M, .flag = gated, .x = x, .a = y};
-    run(threads, silus_task, &r, sizeof r);
+    run(threads, silu_task, &r, sizeof r);
 }
 
-static void norms_task(const void *arguments, Member *me) {
+static void rms_norm_task(const void *arguments, Member *me) {
     const RowWise *r = arguments;
     Span s = phase(me, r->n, several(me, r->n));
     while (claim(me, &s))
-        for (int t = s.first; t < s.last; t++) norm(r->C, r->x + (long)t * r->C, r->gain, r->eps, r->a + (long)t * r->C);
+        for (int t = s.first; t < s.last; t++) rms_norm_row(r->C, r->x + (long)t * r->C, r->gain, r->eps, r->a + (long)t * r->C);
     settled(me, &s);
 }
 
-/* y = norm(x) for n rows */
-void norms(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
+/* y = RMSNorm(x) for n rows */
+void rms_norm(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
     RowWise r = {.n = n, .C = C, .x = x, .gain = gain, .eps = eps, .a = y};
-    run(threads, norms_task, &r, sizeof r);
+    run(threads, rms_norm_task, &r, sizeof r);
 }
 
-static void joins_task(const void *arguments, Member *me) {
+static void residual_norm_task(const void *arguments, Member *me) {
     const RowWise *r = arguments;
     Span s = phase(me, r->n, several(me, r->n));
     while (claim(me, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * r->C;
-            join(r->C, r->flag, r->x + at, r->b + at, r->gain, r->eps, r->a + at);
-            if (r->next) norm(r->C, r->a + at, r->next, r->eps, r->b + at);
+            residual_norm_row(r->C, r->flag, r->x + at, r->b + at, r->gain, r->eps, r->a + at);
+            if (r->next) rms_norm_row(r->C, r->a + at, r->next, r->eps, r->b + at);
         }
     settled(me, &s);
 }
 
 /* Residual add and norm: out = n(x + y) or x + n(y), and where `next` is given, also y <- next(out), what the next branch reads. */
-void joins(int threads, int n, int C, int on_sum, const float *x, float *y, const float *gain, const float *next, float eps, float *out) {
+void residual_norm(int threads, int n, int C, int on_sum, const float *x, float *y, const float *gain, const float *next, float eps, float *out) {
     RowWise r = {.n = n, .C = C, .flag = on_sum, .x = x, .gain = gain, .next = next, .eps = eps, .a = out, .b = y};
-    run(threads, joins_task, &r, sizeof r);
+    run(threads, residual_norm_task, &r, sizeof r);
 }
 
 /* One row of `measure`. */
@@ -473,14 +473,14 @@ static void measure_row(int C, const float *before, const float *after, float *l
     float rest[4] = {0, 0, 0, 0};
     int i = 0;
     for (; i + 8 <= C; i += 8) {
-        v8 x = load(before + i), step = load(after + i) - x, old = load(last + i), turn = step - old;
-        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(turn, turn, sums[1]);
+        v8 x = load(before + i), step = load(after + i) - x, old = load(last + i), change = step - old;
+        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(change, change, sums[1]);
         sums[2] = fma8(old, old, sums[2]), sums[3] = fma8(x, x, sums[3]);
         store(last + i, step);
     }
     for (; i < C; i++) {
-        float step = after[i] - before[i], turn = step - last[i];
-        rest[0] += step * step, rest[1] += turn * turn, rest[2] += last[i] * last[i], rest[3] += before[i] * before[i];
+        float step = after[i] - before[i], change = step - last[i];
+        rest[0] += step * step, rest[1] += change * change, rest[2] += last[i] * last[i], rest[3] += before[i] * before[i];
         last[i] = step;
     }
     for (int j = 0; j < 4; j++) numbers[j] = sqrtf(total(sums[j]) + rest[j]);
@@ -521,13 +521,13 @@ static void block_task(const void *arguments, Member *me) {
     int n = a->n, C = a->C, rows = several(me, n);
     Span s = phase(me, n, rows);
     while (claim(me, &s))
-        for (int t = s.first; t < s.last; t++) norm(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
+        for (int t = s.first; t < s.last; t++) rms_norm_row(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
     if (!settled(me, &s)) return;
     if (!matrix(me, n, C, a->O, a->qkv, a->normed, C, a->heads, a->O)) return;
     s = phase(me, a->rotated ? n : 0, rows);
     while (claim(me, &s))
         for (int t = s.first; t < s.last; t++)
-            turn(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->O);
+            rope(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->O);
     if (!settled(me, &s)) return;
     if (!attention(me, &a->attention)) return;
     if (!matrix(me, n, a->A, C, a->wo, a->attention.out, a->A, a->branch, C)) return;
@@ -535,8 +535,8 @@ static void block_task(const void *arguments, Member *me) {
     while (claim(me, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * C;
-            join(C, b->on_sum, a->x + at, a->branch + at, b->gain2, b->eps, a->middle + at);
-            norm(C, a->middle + at, b->gain3, b->eps, a->normed + at);
+            residual_norm_row(C, b->on_sum, a->x + at, a->branch + at, b->gain2, b->eps, a->middle + at);
+            rms_norm_row(C, a->middle + at, b->gain3, b->eps, a->normed + at);
         }
     if (!settled(me, &s)) return;
     if (!matrix(me, n, C, a->U, a->up, a->normed, C, a->hidden, a->U)) return;
@@ -544,7 +544,7 @@ static void block_task(const void *arguments, Member *me) {
     while (claim(me, &s))
         for (int t = 0; t < n; t++) {
             float *h = a->hidden + (long)t * a->U;
-            act(64 * s.first, 64 * s.last < a->M ? 64 * s.last : a->M, a->M, b->gated, h, h);
+            silu_row(64 * s.first, 64 * s.last < a->M ? 64 * s.last : a->M, a->M, b->gated, h, h);
         }
     if (!settled(me, &s)) return;
     if (!matrix(me, n, a->M, C, a->down, a->hidden, a->U, a->branch, C)) return;
@@ -552,7 +552,7 @@ static void block_task(const void *arguments, Member *me) {
     while (claim(me, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * C;
-            join(C, b->on_sum, a->middle + at, a->branch + at, b->gain4, b->eps, a->out + at);
+            residual_norm_row(C, b->on_sum, a->middle + at, a->branch + at, b->gain4, b->eps, a->out + at);
         }
     settled(me, &s);
 }

@@ -50,10 +50,10 @@ FLAGS = (*_SPEED, *_CHECKS, "-march=native", "-ffp-contract=off", "-fno-math-err
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
     "linear": [_INT] * 4 + [_PTR] * 3,
-    "silus": [_INT] * 4 + [_PTR] * 2,
+    "silu": [_INT] * 4 + [_PTR] * 2,
     "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
-    "joins": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
-    "norms": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
+    "residual_norm": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
+    "rms_norm": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
     "measure": [_INT] * 3 + [_PTR] * 4,
     "block": [_INT] * 2 + [_PTR] * 7,

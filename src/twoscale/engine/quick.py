@@ -128,7 +128,7 @@ class QuickNorm(nn.Module):
             x, C = x.contiguous(), x.shape[-1]
             y, size = torch.empty_like(x), x.numel()
             threads = threads_to_use() if size > PARALLEL else 1
-            self.library.norms(threads, size // C, C, pointer(x, size), self.gain, self.eps, pointer(y, size))
+            self.library.rms_norm(threads, size // C, C, pointer(x, size), self.gain, self.eps, pointer(y, size))
             return y
         x32 = x.float()
         length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
@@ -148,7 +148,7 @@ class QuickMLP(nn.Module):
         y = h.new_empty(*h.shape[:-1], M) if self.gated else h
         threads = threads_to_use() if h.numel() > PARALLEL else 1
         n = y.numel() // M
-        self.library.silus(threads, n, M, self.gated, pointer(h, n * M * (2 if self.gated else 1)), pointer(y, n * M))
+        self.library.silu(threads, n, M, self.gated, pointer(h, n * M * (2 if self.gated else 1)), pointer(y, n * M))
         return cast(Tensor, self.down(y))
 
 
@@ -190,9 +190,9 @@ class QuickBlock(nn.Module):
         n, threads = x.numel() // C, threads_to_use() if x.numel() > PARALLEL else 1
         y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
         at_x, at_y, at_middle, at_out = (pointer(t, n * C) for t in (x, y, middle, out))
-        self.library.joins(threads, n, C, self.on_sum, at_x, at_y, gain2, gain3, self.eps, at_middle)
+        self.library.residual_norm(threads, n, C, self.on_sum, at_x, at_y, gain2, gain3, self.eps, at_middle)
         y = block.mlp(y)
-        self.library.joins(threads, n, C, self.on_sum, at_middle, pointer(y, n * C), gain4, None, self.eps, at_out)
+        self.library.residual_norm(threads, n, C, self.on_sum, at_middle, pointer(y, n * C), gain4, None, self.eps, at_out)
         return out
 
 

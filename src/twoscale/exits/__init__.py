@@ -4,7 +4,7 @@ from twoscale.exits.baselines import Oracle, RandomExit
 from twoscale.exits.choose import NAMES, Exit, kind_of, name_of, parse, plan, spell
 from twoscale.exits.learned import Learned
 from twoscale.exits.logits import KL, ArgmaxStable, Confidence, Entropy, MinPKL
-from twoscale.exits.rule import Look, Rule, Threshold, Watch
+from twoscale.exits.rule import Rule, RuleState, StepView, Threshold
 from twoscale.exits.states import Acceleration, Cosine, Fixed, Gate, StepNorm
 
 __all__ = [
@@ -19,14 +19,14 @@ __all__ = [
     "Fixed",
     "Gate",
     "Learned",
-    "Look",
     "MinPKL",
     "Oracle",
     "RandomExit",
     "Rule",
+    "RuleState",
     "StepNorm",
+    "StepView",
     "Threshold",
-    "Watch",
     "kind_of",
     "name_of",
     "parse",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import MOST, Look, Numbers, Rule, check_number
+from twoscale.exits.rule import MOST, Numbers, Rule, StepView, check_number
 from twoscale.model.noise import fold, keyed_uniform
 
 
@@ -28,23 +28,23 @@ class RandomExit(Rule):
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or abs(self.seed) >= 2**63:
             raise UserError(f"RandomExit: seed = {self.seed!r}, but it is a whole number")
 
-    def remember(self, look: Look) -> Tensor:
-        return self._depth(look)
+    def remember(self, view: StepView) -> Tensor:
+        return self._depth(view)
 
-    def measure(self, look: Look) -> Tensor:
-        return self._depth(look) - look.k
+    def measure(self, view: StepView) -> Tensor:
+        return self._depth(view) - view.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0
 
-    def _depth(self, look: Look) -> Tensor:
-        known, k = look.last.dim() > 0, look.k
-        if known and ((isinstance(k, int) and k > 1) or not look.last.isnan().any()):
-            return look.last
-        place = look.rows.positions * 1_000_003 + look.rows.tokens
-        uniform = keyed_uniform(fold(self.seed, look.group), place, 2)
+    def _depth(self, view: StepView) -> Tensor:
+        known, k = view.last.dim() > 0, view.k
+        if known and ((isinstance(k, int) and k > 1) or not view.last.isnan().any()):
+            return view.last
+        place = view.rows.positions * 1_000_003 + view.rows.tokens
+        uniform = keyed_uniform(fold(self.seed, view.group), place, 2)
         depth = (self.least + 2 * (self.mean - self.least) * uniform[:, 0] + uniform[:, 1]).floor()
-        return torch.where(look.last.isnan(), depth, look.last) if known else depth
+        return torch.where(view.last.isnan(), depth, view.last) if known else depth
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +80,13 @@ class Oracle(Rule):
         if self.depths.dim() not in (2, 3) or self.depths.is_floating_point() or int(self.depths.min()) < 1:
             raise UserError("Oracle: depths are whole numbers of at least 1, of shape (B, T) or (B, T, G)")
 
-    def measure(self, look: Look) -> Tensor:
-        b, t = look.rows.sequences, look.rows.positions
+    def measure(self, view: StepView) -> Tensor:
+        b, t = view.rows.sequences, view.rows.positions
         if int(b.max()) >= self.depths.shape[0] or int(t.max()) >= self.depths.shape[1]:
             shape = tuple(self.depths.shape[:2])
             raise UserError(f"Oracle: depths are known for {shape[0]} sequences of {shape[1]} tokens; it cannot go beyond its labels")
-        depths = self.depths[b, t] if self.depths.dim() == 2 else self.depths[b, t, look.group]
-        return depths - look.k
+        depths = self.depths[b, t] if self.depths.dim() == 2 else self.depths[b, t, view.group]
+        return depths - view.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0

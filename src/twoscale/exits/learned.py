@@ -15,18 +15,18 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.serial import read_json
-from twoscale.exits.rule import Look, Numbers, Threshold
+from twoscale.exits.rule import Numbers, StepView, Threshold
 from twoscale.geometry.steps import beside, cosine_of
 
 FEATURES = ("bias", "log step", "log acceleration", "log ratio", "cosine", "log k", "log step x log k")
 """What the head sees: steps and accelerations beside the state, the step beside the one before, the angle between them, and k."""
 
 
-def features(look: Look) -> list[Numbers]:
+def features(view: StepView) -> list[Numbers]:
     """The features of each token after a step, in the order of FEATURES; NaN at its first step, where there is none to compare."""
-    step, last, acceleration, state = look.step_norm, look.last_step_norm, look.acceleration, look.state_norm
+    step, last, acceleration, state = view.step_norm, view.last_step_norm, view.acceleration, view.state_norm
     log = _log if isinstance(step, Tensor) else _log_of_number
-    k = look.k
+    k = view.k
     depth = torch.log(k.float()) if isinstance(k, Tensor) else math.log(k)
     relative, turned = log(beside(step, state)), cosine_of(step, last, acceleration)
     return [1.0, relative, log(beside(acceleration, state)), log(beside(step, last)), turned, depth, relative * depth]
@@ -66,11 +66,11 @@ class Learned(Threshold):
             raise UserError(f"Learned: a head has {len(FEATURES)} finite weights, one for each of {', '.join(FEATURES)}")
         return tuple(tuple(head) for head in heads)
 
-    def measure(self, look: Look) -> Numbers:
-        if look.group >= len(self.heads):
+    def measure(self, view: StepView) -> Numbers:
+        if view.group >= len(self.heads):
             raise UserError(f"Learned: the controller has {len(self.heads)} heads, the model more groups: it was trained for another model")
         score: Numbers = 0.0
-        for weight, value in zip(self.heads[look.group], features(look), strict=True):
+        for weight, value in zip(self.heads[view.group], features(view), strict=True):
             score = score + weight * value
         if isinstance(score, Tensor):
             return score.sigmoid()

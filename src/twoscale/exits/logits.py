@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import Look, Numbers, Reading, Rule, Threshold, check_number
+from twoscale.exits.rule import Numbers, Reading, Rule, StepView, Threshold, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class Reads(Rule):
     def token_by_token(self) -> bool:  # type: ignore[override]
         return self.read == "coda"
 
-    def log_probs(self, look: Look) -> Tensor:
-        return look.log_probs if self.read == "lens" else look.coda_log_probs
+    def log_probs(self, view: StepView) -> Tensor:
+        return view.log_probs if self.read == "lens" else view.coda_log_probs
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -40,12 +40,12 @@ class KL(Reads, Threshold):
 
     reverse: bool = False
 
-    def remember(self, look: Look) -> Tensor:
-        return self.log_probs(look)
+    def remember(self, view: StepView) -> Tensor:
+        return self.log_probs(view)
 
-    def measure(self, look: Look) -> Tensor:
-        now = self.log_probs(look)
-        return divergence(look.last.expand_as(now), now) if self.reverse else divergence(now, look.last.expand_as(now))
+    def measure(self, view: StepView) -> Tensor:
+        now = self.log_probs(view)
+        return divergence(view.last.expand_as(now), now) if self.reverse else divergence(now, view.last.expand_as(now))
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class MinPKL(Reads, Threshold):
         super().__post_init__()
         check_number(self, "min_p", 0.0, 1.0)
 
-    def remember(self, look: Look) -> Tensor:
-        return self._filtered(look)
+    def remember(self, view: StepView) -> Tensor:
+        return self._filtered(view)
 
-    def measure(self, look: Look) -> Tensor:
-        now = self._filtered(look)
-        return divergence(look.last.expand_as(now), now)
+    def measure(self, view: StepView) -> Tensor:
+        now = self._filtered(view)
+        return divergence(view.last.expand_as(now), now)
 
-    def _filtered(self, look: Look) -> Tensor:
-        p = self.log_probs(look).exp()
+    def _filtered(self, view: StepView) -> Tensor:
+        p = self.log_probs(view).exp()
         p = torch.where(p < self.min_p * p.amax(dim=-1, keepdim=True), 1 / p.shape[-1], p)
         return (p / p.sum(dim=-1, keepdim=True)).log()
 
@@ -78,14 +78,14 @@ class Entropy(Reads, Threshold):
 
     tau: float = 1e-3
 
-    def remember(self, look: Look) -> Tensor:
-        return self._entropy(look)
+    def remember(self, view: StepView) -> Tensor:
+        return self._entropy(view)
 
-    def measure(self, look: Look) -> Tensor:
-        return (self._entropy(look) - look.last).abs()
+    def measure(self, view: StepView) -> Tensor:
+        return (self._entropy(view) - view.last).abs()
 
-    def _entropy(self, look: Look) -> Tensor:
-        log_p = self.log_probs(look)
+    def _entropy(self, view: StepView) -> Tensor:
+        log_p = self.log_probs(view)
         return -(log_p.exp() * log_p).sum(dim=-1)
 
 
@@ -95,17 +95,17 @@ class ArgmaxStable(Reads):
 
     hits: int = 5
 
-    def remember(self, look: Look) -> Tensor:
-        return self._argmax(look)
+    def remember(self, view: StepView) -> Tensor:
+        return self._argmax(view)
 
-    def measure(self, look: Look) -> Tensor:
-        return self._argmax(look) - look.last
+    def measure(self, view: StepView) -> Tensor:
+        return self._argmax(view) - view.last
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value == 0
 
-    def _argmax(self, look: Look) -> Tensor:
-        return self.log_probs(look).argmax(dim=-1).double()  # exact for any vocabulary, and NaN for "nothing yet"
+    def _argmax(self, view: StepView) -> Tensor:
+        return self.log_probs(view).argmax(dim=-1).double()  # exact for any vocabulary, and NaN for "nothing yet"
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Confidence(Reads):
         super().__post_init__()
         check_number(self, "tau", 0.0, 1.0)
 
-    def measure(self, look: Look) -> Tensor:
-        best = self.log_probs(look).topk(2, dim=-1).values.exp()
+    def measure(self, view: StepView) -> Tensor:
+        best = self.log_probs(view).topk(2, dim=-1).values.exp()
         return best[..., 0] - best[..., 1]
 
     def passes(self, value: Numbers) -> Tensor | bool:

@@ -4,12 +4,12 @@
     class Turned(Rule):
         tau: float = 0.0
 
-        def remember(self, look):
-            return look.step                                      # seen again one step later, as look.last
+        def remember(self, view):
+            return view.step                                      # seen again one step later, as view.last
 
-        def measure(self, look):
-            last = look.last.expand_as(look.step)                 # NaN at a token's first step: nothing to say yet
-            return torch.cosine_similarity(look.step, last, dim=-1)  # one number for each token
+        def measure(self, view):
+            last = view.last.expand_as(view.step)                 # NaN at a token's first step: nothing to say yet
+            return torch.cosine_similarity(view.step, last, dim=-1)  # one number for each token
 
         def passes(self, value):
             return value < self.tau
@@ -62,7 +62,7 @@ class Tokens(Protocol):
 Numbers = Tensor | float  # one for each token (N,), or a plain number where there is a single token or all have the same
 
 
-class Look:
+class StepView:
     """What a rule sees of N tokens after one more application of a group's map. States are fp32 (N, C).
 
     The numbers that rules compare most are here by name; with a single token they are plain floats, so that a look costs
@@ -157,12 +157,12 @@ class Rule:
     """How many steps in a row must pass."""
     min_steps: int = 1
     """No token leaves before this many applications."""
-    keep: Literal["newest", "printed"] = "newest"
+    keep: Literal["newest", "previous"] = "newest"
     """The state that a leaving token takes along: the one it has just computed, or the one before, as the paper prints."""
 
     follows_steps: ClassVar[bool] = False
-    """Whether the rule compares steps by the numbers of `Look` (`acceleration`, `last_step_norm`); the step is then remembered
-    for it, and `look.last`, which may hold the new step already, is not for it to read."""
+    """Whether the rule compares steps by the numbers of `StepView` (`acceleration`, `last_step_norm`); the step is then remembered
+    for it, and `view.last`, which may hold the new step already, is not for it to read."""
     token_by_token: ClassVar[bool] = False
     """Whether tokens of one sequence must be finished one after the other (a rule that reads through the coda)."""
 
@@ -170,10 +170,10 @@ class Rule:
         for name in ("hits", "min_steps"):
             value = getattr(self, name)
             check_count(self, name, value)
-        if self.keep not in ("newest", "printed"):
-            raise UserError(f"{type(self).__name__}: keep = {self.keep!r}, choose newest or printed")
+        if self.keep not in ("newest", "previous"):
+            raise UserError(f"{type(self).__name__}: keep = {self.keep!r}, choose newest or previous")
 
-    def measure(self, look: Look) -> Numbers:
+    def measure(self, view: StepView) -> Numbers:
         """One number for each token, (N,), or one for all; NaN where there is nothing to compare yet."""
         raise NotImplementedError
 
@@ -181,8 +181,8 @@ class Rule:
         """Which numbers speak for leaving: bools (N,), or one for all. NaN must not."""
         raise NotImplementedError
 
-    def remember(self, look: Look) -> Tensor | None:
-        """What to see again at the next step as `look.last`: a float tensor with one row for each token, or None."""
+    def remember(self, view: StepView) -> Tensor | None:
+        """What to see again at the next step as `view.last`: a float tensor with one row for each token, or None."""
         return None
 
 
@@ -213,7 +213,7 @@ def check_count(rule: Rule, name: str, value: object) -> None:
         raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it is a whole number of at least 1 and at most {MOST}")
 
 
-class Watch:
+class RuleState:
     """A rule at work in one group: what it remembers of each token, and how often each has passed in a row."""
 
     def __init__(self, rule: Rule, meter: Meter | None = None) -> None:
@@ -222,20 +222,20 @@ class Watch:
         self.last, self.first = torch.tensor(math.nan, dtype=torch.float32, device="cpu"), True
         self.streak: Tensor | int = 0
 
-    def look(self, group: int, rows: Tokens, before: Tensor, after: Tensor, read: Callable[..., Tensor]) -> Tensor | bool:
+    def update(self, group: int, rows: Tokens, before: Tensor, after: Tensor, read: Callable[..., Tensor]) -> Tensor | bool:
         """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all."""
         rule, numbers = self.rule, None
         if self.meter is not None:
             if self.first:
                 self.last, self.first = torch.full_like(before, math.nan), False
             numbers = self.meter(before, after, self.last)
-        look = Look(group, rows, before, after, self.last, read, numbers)
-        passed = rule.passes(rule.measure(look))
+        view = StepView(group, rows, before, after, self.last, read, numbers)
+        passed = rule.passes(rule.measure(view))
         if numbers is None:  # a meter keeps the steps itself
-            remembered = look.step if rule.follows_steps else rule.remember(look)
+            remembered = view.step if rule.follows_steps else rule.remember(view)
             if remembered is not None:
                 self.last = remembered
-        return self.count(passed, look.k)
+        return self.count(passed, view.k)
 
     def count(self, passed: Tensor | bool, k: Tensor | int) -> Tensor | bool:
         """Which tokens leave after step k, given which of them pass at it."""

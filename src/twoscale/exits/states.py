@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import Look, Numbers, Rule, Threshold, check_count, check_number
+from twoscale.exits.rule import Numbers, Rule, StepView, Threshold, check_count, check_number
 from twoscale.geometry.steps import EPS, beside, length
 
 
@@ -19,8 +19,8 @@ class StepNorm(Threshold):
 
     follows_steps: ClassVar[bool] = True
 
-    def measure(self, look: Look) -> Numbers:
-        return beside(look.step_norm, look.state_norm) if self.relative else look.step_norm
+    def measure(self, view: StepView) -> Numbers:
+        return beside(view.step_norm, view.state_norm) if self.relative else view.step_norm
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Acceleration(Threshold):
         if self.normalize not in (None, "steps", "state"):
             raise UserError(f"Acceleration: normalize = {self.normalize!r}, choose None, 'steps' or 'state'")
 
-    def measure(self, look: Look) -> Numbers:
+    def measure(self, view: StepView) -> Numbers:
         if self.normalize == "steps":
-            return beside(look.acceleration, look.step_norm, look.last_step_norm)
-        return beside(look.acceleration, look.state_norm) if self.normalize == "state" else look.acceleration
+            return beside(view.acceleration, view.step_norm, view.last_step_norm)
+        return beside(view.acceleration, view.state_norm) if self.normalize == "state" else view.acceleration
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Cosine(Threshold):
 
     tau: float = 1e-3
 
-    def measure(self, look: Look) -> Tensor:
+    def measure(self, view: StepView) -> Tensor:
         # As half the squared distance of the directions: 1 - cos itself loses all digits where it is small.
-        a, b = (x / (length(x) + EPS).unsqueeze(-1) for x in (look.before, look.after))
+        a, b = (x / (length(x) + EPS).unsqueeze(-1) for x in (view.before, view.after))
         return length(a - b).square() / 2
 
 
@@ -67,17 +67,17 @@ class Gate(Rule):
         super().__post_init__()
         check_number(self, "q", 0.0, 1.0)
 
-    def remember(self, look: Look) -> Tensor:
-        return self._staying(look)
+    def remember(self, view: StepView) -> Tensor:
+        return self._staying(view)
 
-    def measure(self, look: Look) -> Tensor:
-        return 1 - self._staying(look)
+    def measure(self, view: StepView) -> Tensor:
+        return 1 - self._staying(view)
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value >= self.q
 
-    def _staying(self, look: Look) -> Tensor:
-        return torch.nan_to_num(look.last, nan=1.0) * (1 - look.gate)
+    def _staying(self, view: StepView) -> Tensor:
+        return torch.nan_to_num(view.last, nan=1.0) * (1 - view.gate)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Fixed(Rule):
         super().__post_init__()
         check_count(self, "k", self.k)
 
-    def measure(self, look: Look) -> Numbers:
-        return self.k - look.k
+    def measure(self, view: StepView) -> Numbers:
+        return self.k - view.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0

@@ -26,7 +26,7 @@ from twoscale.interop.load import PREFIX, load, progress_of, read_exported, reci
 from twoscale.model import LoopedGPT
 from twoscale.report.verdict import recommend
 from twoscale.report.words import evaluation_text
-from twoscale.tradeoff.open import calibrated_exit, name_checkpoint
+from twoscale.tradeoff.load_run import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, EVALUATION, SWEEP, read_evaluation, read_sweep
 from twoscale.train import checkpoint as ckpt
 

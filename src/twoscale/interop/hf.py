@@ -30,7 +30,7 @@ from twoscale.config.serial import from_dict, to_dict
 from twoscale.engine import Engine
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
-from twoscale.tradeoff.open import StoredCalibration
+from twoscale.tradeoff.load_run import StoredCalibration
 
 
 class TwoscaleConfig(PretrainedConfig):

@@ -17,7 +17,7 @@ from twoscale.data import Tokenizer
 from twoscale.interop.families import FAMILIES
 from twoscale.interop.weights import Outline, Weights
 from twoscale.model import LoopedGPT, allocate
-from twoscale.tradeoff.open import StoredCalibration
+from twoscale.tradeoff.load_run import StoredCalibration
 from twoscale.train import checkpoint as ckpt
 
 BUNDLED = Path(__file__).parent.parent / "bundled"

@@ -2,17 +2,17 @@
 
 | file        | what                                                                                  |
 |-------------|---------------------------------------------------------------------------------------|
-| text        | held-out text, cut by documents into parts to fit on, to certify on and to report on  |
+| heldout     | held-out text, cut by documents into parts to fit on, to certify on and to report on  |
 | stats       | intervals over documents, one-sided bounds, the Pareto front (numpy only)             |
-| answers     | losses, steps and choices of a model under a rule; counted FLOPs                      |
+| evaluate    | losses, steps and choices of a model under a rule; counted FLOPs                      |
 | points      | what is compared: rules x thresholds, fixed depths, random exits, oracles             |
-| noted       | what a rule would have seen in a full run, for any threshold                          |
-| pace        | ms a token, batch 1, cached, interleaved                                              |
+| signals     | what a rule would have seen in a full run, for any threshold                          |
+| latency     | ms a token, batch 1, cached, interleaved                                              |
 | sweep       | `twoscale sweep`: all points into sweep.jsonl, line by line                           |
 | calibrate   | `twoscale calibrate`: thresholds for each group, with a bound on the loss             |
 | samples     | a few texts with their steps, for the report                                          |
 | bigram      | the bigram that any model should beat                                                 |
-| open        | a run opened for measuring; what it was calibrated for                                |
+| load_run    | a run opened for measuring; what it was calibrated for                                |
 | controller  | trains the heads of `exits.Learned`                                                   |
 | summary     | reads sweep.jsonl and calibration.json; no torch                                      |
 """

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from twoscale.data import TokenData
-from twoscale.tradeoff.text import Text
+from twoscale.tradeoff.heldout import HeldOut
 
 
-def bigram_cross_entropy(train: TokenData, text: Text, smoothing: Sequence[float] = (1.0, 0.3, 0.1, 0.03, 0.01)) -> float:
+def bigram_cross_entropy(train: TokenData, text: HeldOut, smoothing: Sequence[float] = (1.0, 0.3, 0.1, 0.03, 0.01)) -> float:
     """The loss of a bigram model counted on the training split, on the same windows; the best of several smoothings."""
     V = train.vocab_size
     tokens = train.read(0, len(train)).astype(np.int64)

@@ -24,11 +24,11 @@ from twoscale.config import UserError
 from twoscale.exits.choose import main_setting
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import step_flops
-from twoscale.tradeoff.answers import Answers, answers, describe
-from twoscale.tradeoff.noted import leaving, note, thresholds
-from twoscale.tradeoff.pace import REFERENCE, Pace
+from twoscale.tradeoff.evaluate import Evaluation, describe, evaluate
+from twoscale.tradeoff.heldout import HeldOut
+from twoscale.tradeoff.latency import REFERENCE, LatencyTimer
+from twoscale.tradeoff.signals import exit_steps, record_signals, thresholds
 from twoscale.tradeoff.stats import interval, upper_bound
-from twoscale.tradeoff.text import Text
 
 STEPS = (2, 3, 4, 5, 6, 8, 11, 16, 24, 40)  # mean steps that thresholds are tried for
 LONGEST = 10  # settings on a path
@@ -42,9 +42,9 @@ Say = Callable[[str], None]
 class Texts:
     """Parts of the held-out text that share no document."""
 
-    fit: Text
-    certify: Text
-    report: Text
+    fit: HeldOut
+    certify: HeldOut
+    report: HeldOut
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Calibration:
             raise UserError(f"delta = {delta}: the chance of being wrong lies between 0 and 0.5")
         self.model, self.rule, self.texts, self.loops, self.delta, self.say = model, rule, texts, loops, delta, say
         self.groups = range(model.config.n_groups)
-        self.seen = note(model, texts.fit, rule, loops)  # (K, n, 1) for each group: what the rule would have looked at
-        self.full = {name: answers(model, text, None, loops) for name, text in vars(texts).items()}
+        self.seen = record_signals(model, texts.fit, rule, loops)  # (K, n, 1) for each group: what the rule would have looked at
+        self.full = {name: evaluate(model, text, None, loops) for name, text in vars(texts).items()}
 
     def run(self, goal: Goal) -> dict[str, Any]:
         """Everything that calibration.json holds of the result."""
@@ -183,7 +183,7 @@ class Calibration:
         for g, grid in enumerate(grids):
             options = [(float(self.loops), 0.0)]
             for tau in grid:
-                found = answers(self.model, self.texts.fit, {g: self._at(tau)}, self.loops)
+                found = evaluate(self.model, self.texts.fit, {g: self._at(tau)}, self.loops)
                 options.append((float(found.steps[..., g].double().mean()), float((found.losses - self.full["fit"].losses).mean())))
             order = sorted(range(len(options)), key=lambda j: -options[j][0])
             costs.append([options[j] for j in order])
@@ -201,13 +201,13 @@ class Calibration:
         taus = sorted({tau for grid in grids for tau in grid})
         if len(taus) > LONGEST:
             taus = [taus[round(i * (len(taus) - 1) / (LONGEST - 1))] for i in range(LONGEST)]
-        steps = {tau: sum(float(leaving(self._at(tau), v[..., 0]).double().mean()) for v in self.seen) for tau in taus}
+        steps = {tau: sum(float(exit_steps(self._at(tau), v[..., 0]).double().mean()) for v in self.seen) for tau in taus}
         return [dict.fromkeys(self.groups, self._at(tau)) for tau in sorted(taus, key=lambda tau: -steps[tau])]
 
     # -- certify -------------------------------------------------------------------------------------------------
 
     def _bound(self, setting: Setting) -> float:
-        found = answers(self.model, self.texts.certify, dict(setting), self.loops)
+        found = evaluate(self.model, self.texts.certify, dict(setting), self.loops)
         rise = (found.losses - self.full["certify"].losses).numpy()
         return upper_bound(rise, self.texts.certify.clusters.numpy(), self.delta)
 
@@ -221,13 +221,13 @@ class Calibration:
         """The first setting of the path that is as quick as asked, with the bound that holds for it. Where none is: an error, or an empty
         list if there need not be one."""
         if goal.ms is not None:
-            pace = Pace(self.model, {REFERENCE: None, **{str(i): dict(s) for i, s in enumerate(path)}}, self.loops, self.texts.fit)
-            rounds = [pace.round(r, list(pace.engines)) for r in range(4)][1:]
+            timer = LatencyTimer(self.model, {REFERENCE: None, **{str(i): dict(s) for i, s in enumerate(path)}}, self.loops, self.texts.fit)
+            rounds = [timer.round(r, list(timer.engines)) for r in range(4)][1:]
             costs = [float(np.median([r[str(i)] for r in rounds])) for i in range(len(path))]
             limit, unit = goal.ms, "ms a token"
         else:
             assert goal.mean_steps is not None
-            costs = [float(answers(self.model, self.texts.fit, dict(s), self.loops).steps.double().mean()) for s in path]
+            costs = [float(evaluate(self.model, self.texts.fit, dict(s), self.loops).steps.double().mean()) for s in path]
             limit, unit = goal.mean_steps, "steps"
         for setting, cost in zip(path, costs, strict=True):
             if cost <= limit:
@@ -248,7 +248,7 @@ class Calibration:
         }
         if default <= self.loops:
             settings["default"] = dict.fromkeys(self.groups, exits.Fixed(default))
-        found = {name: full if s is None else answers(self.model, text, dict(s), self.loops) for name, s in settings.items()}
+        found = {name: full if s is None else evaluate(self.model, text, dict(s), self.loops) for name, s in settings.items()}
         records: dict[str, Any] = {}
         for name, setting in settings.items():
             record = describe(self.model.config, text, found[name], full, None if setting is None else dict(setting))
@@ -259,7 +259,7 @@ class Calibration:
         mine = found.pop("calibrated")
         return {"report": records | {"differences": {name: self._difference(mine, other) for name, other in found.items()}}}
 
-    def _difference(self, mine: Answers, other: Answers) -> dict[str, float]:
+    def _difference(self, mine: Evaluation, other: Evaluation) -> dict[str, float]:
         """Steps (mean over groups) and CE of one setting minus another's, token by token, with 95 % intervals over documents."""
         clusters = self.texts.report.clusters.numpy()
         told: dict[str, float] = {}

@@ -19,23 +19,23 @@ from twoscale.config.files import write_json
 from twoscale.config.serial import read_json
 from twoscale.exits.learned import FEATURES, features, heads_of
 from twoscale.model import LoopedGPT
-from twoscale.tradeoff.answers import answers
-from twoscale.tradeoff.noted import note
-from twoscale.tradeoff.open import Opened
+from twoscale.tradeoff.evaluate import evaluate
+from twoscale.tradeoff.heldout import HeldOut
+from twoscale.tradeoff.load_run import LoadedRun
+from twoscale.tradeoff.signals import record_signals
 from twoscale.tradeoff.summary import CONTROLLER
-from twoscale.tradeoff.text import Text
 
 MARGIN = 0.01  # nats
 DECAY = 1e-3
 WINDOWS = 8  # of text: eight weights need no more
 
 
-def train_controller(model: LoopedGPT, text: Text, loops: int) -> dict[str, Any]:
+def train_controller(model: LoopedGPT, text: HeldOut, loops: int) -> dict[str, Any]:
     """The heads of all groups, and how well they tell: a record for controller.json."""
     started = time.perf_counter()
-    table = torch.stack([answers(model, text, None, k).losses.flatten() for k in range(1, loops + 1)])  # (K, n)
+    table = torch.stack([evaluate(model, text, None, k).losses.flatten() for k in range(1, loops + 1)])  # (K, n)
     better = (table - table[-1] > MARGIN).float()
-    seen = note(model, text, exits.Acceleration(0.0), loops, features)
+    seen = record_signals(model, text, exits.Acceleration(0.0), loops, features)
     heads, told = [], []
     for values in seen:
         x, y = values[1:].flatten(0, 1), better[1:].flatten()  # the first step has nothing to compare with
@@ -68,7 +68,7 @@ def fit(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((w[:1] - (slopes * mean).sum(), slopes))
 
 
-def controller(folder: Path, opened: Opened, loops: int) -> exits.Learned:
+def controller(folder: Path, opened: LoadedRun, loops: int) -> exits.Learned:
     """The controller of a run: read if it was trained for this very checkpoint, depth and text, trained and saved otherwise."""
     path, text = folder / CONTROLLER, opened.text("fit", WINDOWS)
     about = opened.about | {"text": text.fingerprint}

@@ -7,14 +7,14 @@ from twoscale import exits
 from twoscale.config.files import write_json
 from twoscale.data import Pieces
 from twoscale.engine import generate
-from twoscale.tradeoff.open import Opened
+from twoscale.tradeoff.load_run import LoadedRun
 from twoscale.tradeoff.summary import SAMPLES
 
 COUNT, PROMPT, NEW = 3, 24, 96
 TEMPERATURE, SEED = 0.7, 0
 
 
-def write_samples(run: Path, opened: Opened, exit: exits.Exit | None, words: str, loops: int) -> dict[str, Any]:
+def write_samples(run: Path, opened: LoadedRun, exit: exits.Exit | None, words: str, loops: int) -> dict[str, Any]:
     """Continue the beginnings of held-out documents; `words` names the rule."""
     model, tokenizer = opened.model, opened.tokenizer
     size = model.config.block_size
@@ -32,7 +32,7 @@ def write_samples(run: Path, opened: Opened, exit: exits.Exit | None, words: str
     return found
 
 
-def _beginnings(opened: Opened, length: int) -> list[list[int]]:
+def _beginnings(opened: LoadedRun, length: int) -> list[list[int]]:
     """The first tokens of some held-out documents; of windows, where documents are too short."""
     tokens = opened.data.read(0, min(len(opened.data), 2_000_000)).tolist()
     eot = opened.tokenizer.eot

@@ -20,11 +20,11 @@ from twoscale.config.files import atomic_write, cpu_name
 from twoscale.config.serial import read_jsonl
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
-from twoscale.tradeoff.answers import Answers, answers, describe, hard_tokens
-from twoscale.tradeoff.pace import REFERENCE, Pace, parties
+from twoscale.tradeoff.evaluate import Evaluation, describe, evaluate, hard_tokens
+from twoscale.tradeoff.heldout import HeldOut
+from twoscale.tradeoff.latency import REFERENCE, LatencyTimer, parties
 from twoscale.tradeoff.points import Point, Seen, Table, mixed_depths, same_depths
 from twoscale.tradeoff.summary import Sweep, read_sweep
-from twoscale.tradeoff.text import Text
 from twoscale.train.metrics import ProgressLine
 from twoscale.train.parallel import World
 
@@ -40,7 +40,7 @@ class Sweeper:
     def __init__(
         self,
         model: LoopedGPT,
-        text: Text,
+        text: HeldOut,
         loops: int,
         path: Path,
         about: dict[str, Any],
@@ -59,7 +59,7 @@ class Sweeper:
             "groups": model.config.n_groups,
         }  # fmt: skip
         self.remarks = {"mean_loops": model.config.mean_loops, "source": source}  # written, but a file without them is the same sweep
-        self.depths: dict[tuple[int, ...], Answers] = {}
+        self.depths: dict[tuple[int, ...], Evaluation] = {}
         self.table: Table | None = None
         self.records: dict[str, dict[str, Any]] = {}
         self.set_aside: Path | None = None
@@ -155,11 +155,11 @@ class Sweeper:
                 dist.all_gather_object(results, result)
             yield from zip(wave, results, strict=False)
 
-    def _depth(self, k: int) -> Answers:
+    def _depth(self, k: int) -> Evaluation:
         """The model's answers with k steps in every group, kept: points of fixed depth and the oracles' table share them."""
         depths = (k,) * self.model.config.n_groups
         if depths not in self.depths:
-            self.depths[depths] = answers(self.model, self.text, None, depths)
+            self.depths[depths] = evaluate(self.model, self.text, None, depths)
         return self.depths[depths]
 
     def _table(self) -> Table:
@@ -177,7 +177,7 @@ class Sweeper:
 
     def _answer(self, wanted: Sequence[tuple[int, ...]]) -> None:
         missing = [depths for depths in wanted if depths not in self.depths]
-        for depths, found in self._spread(missing, lambda depths: answers(self.model, self.text, None, depths)):
+        for depths, found in self._spread(missing, lambda depths: evaluate(self.model, self.text, None, depths)):
             self.depths[depths] = found
 
     def _measure(self, point: Point, exit: Exit | None) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Sweeper:
             assert point.setting is not None
             found = self._depth(int(point.setting))
         else:
-            found = answers(self.model, self.text, exit, self.loops)
+            found = evaluate(self.model, self.text, exit, self.loops)
         record: dict[str, Any] = {"kind": "point", "id": point.id, "family": point.family, "setting": point.setting, "label": point.label}
         record |= describe(c, self.text, found, self.full, exit)
         if isinstance(exit, exits.Oracle):
@@ -198,10 +198,10 @@ class Sweeper:
 
     def _time(self, wanted: dict[str, Exit | None], timed: set[tuple[int, str]], line: ProgressLine, done: int) -> None:
         """Rounds of timing, a line for each party of a round; every point is warmed up once before."""
-        pace = Pace(self.model, {REFERENCE: None, **wanted}, self.loops, self.text)
+        timer = LatencyTimer(self.model, {REFERENCE: None, **wanted}, self.loops, self.text)
         for party in parties(list(wanted)):
-            pace.round(self.rounds, party)
+            timer.round(self.rounds, party)
         for r in range(self.rounds):
             for party in parties([name for name in wanted if (r, name) not in timed]):
-                self._write({"kind": "round", "round": r, "ms": pace.round(r, party)})
+                self._write({"kind": "round", "round": r, "ms": timer.round(r, party)})
             line.update(done + r + 1, f"timing, round {r + 1} of {self.rounds}")

@@ -14,13 +14,13 @@ from twoscale.data import TokenData, Tokenizer
 from twoscale.data.prepare import load_manifest
 from twoscale.exits.learned import heads_of
 from twoscale.model import LoopedGPT
+from twoscale.tradeoff.heldout import HeldOut, Role, heldout_part
 from twoscale.tradeoff.summary import CALIBRATION, read_calibration
-from twoscale.tradeoff.text import Role, Text, part
 from twoscale.train import checkpoint as ckpt
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedRun:
     """A checkpoint and the held-out text of its run."""
 
     model: LoopedGPT
@@ -38,19 +38,19 @@ class Opened:
             return self.data.folder.name
         return named if named.startswith("hf:") else Path(named).name
 
-    def text(self, role: Role, windows: int) -> Text:
-        return part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)
+    def text(self, role: Role, windows: int) -> HeldOut:
+        return heldout_part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)
 
 
-def open_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> Opened:
+def load_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> LoadedRun:
     """A looped model opened to measure its exits."""
-    opened = open_model(run, checkpoint, data_dir, device)
+    opened = load_run_model(run, checkpoint, data_dir, device)
     if not opened.model.config.n_groups:
         raise UserError(f"{run} has no loop groups: there is nothing to leave early")
     return opened
 
 
-def open_model(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> Opened:
+def load_run_model(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> LoadedRun:
     """The model of a run and the shards it was trained on, or others made with the same tokenizer."""
     from twoscale.train.run import find_data  # with it comes torch.distributed, which loading a calibration does not need
 
@@ -60,7 +60,7 @@ def open_model(run: Path, checkpoint: str | None = None, data_dir: Path | None =
     if data.tokenizer != tokenizer.fingerprint:
         raise UserError(f"{data.folder} was made with another tokenizer than this model's: give its own shards with --data-dir")
     about = name_checkpoint(folder)
-    return Opened(model.to(device or torch.device("cpu")), tokenizer, data, about, ckpt.load_config(folder))
+    return LoadedRun(model.to(device or torch.device("cpu")), tokenizer, data, about, ckpt.load_config(folder))
 
 
 def name_checkpoint(folder: Path) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twoscale.exits import Look, Rule
-from twoscale.exits.rule import Numbers, Watch
+from twoscale.exits import Rule, StepView
+from twoscale.exits.rule import Numbers, RuleState
 from twoscale.model import LoopedGPT
-from twoscale.tradeoff.answers import answers
-from twoscale.tradeoff.text import Text
+from twoscale.tradeoff.evaluate import evaluate
+from twoscale.tradeoff.heldout import HeldOut
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Noted(Rule):
     """Looks as `rule` does, and never lets go."""
 
     rule: Rule
-    read: Callable[[Look], list[Numbers]]
+    read: Callable[[StepView], list[Numbers]]
     notes: dict[int, list[Tensor]] = field(default_factory=dict)
     """For each group, one (n, F) for each step of each batch."""
 
@@ -31,23 +31,25 @@ class Noted(Rule):
     def follows_steps(self) -> bool:  # type: ignore[override]
         return self.rule.follows_steps
 
-    def remember(self, look: Look) -> Tensor | None:
-        return self.rule.remember(look)
+    def remember(self, view: StepView) -> Tensor | None:
+        return self.rule.remember(view)
 
-    def measure(self, look: Look) -> Numbers:
-        n = len(look.rows.positions)
-        found = [torch.as_tensor(value, dtype=torch.float32).cpu().expand(n) for value in self.read(look)]
-        self.notes.setdefault(look.group, []).append(torch.stack(found, dim=1))
+    def measure(self, view: StepView) -> Numbers:
+        n = len(view.rows.positions)
+        found = [torch.as_tensor(value, dtype=torch.float32).cpu().expand(n) for value in self.read(view)]
+        self.notes.setdefault(view.group, []).append(torch.stack(found, dim=1))
         return 0.0
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return False
 
 
-def note(model: LoopedGPT, text: Text, rule: Rule, loops: int, read: Callable[[Look], list[Numbers]] | None = None) -> list[Tensor]:
+def record_signals(
+    model: LoopedGPT, text: HeldOut, rule: Rule, loops: int, read: Callable[[StepView], list[Numbers]] | None = None
+) -> list[Tensor]:
     """What the rule sees of every token at every step of a full run: (K, n, F) for each group; by default its own number."""
-    watched = Noted(rule, read or (lambda look: [rule.measure(look)]))
-    answers(model, text, watched, loops)
+    watched = Noted(rule, read or (lambda view: [rule.measure(view)]))
+    evaluate(model, text, watched, loops)
     groups = []
     for g in range(model.config.n_groups):
         batches = [torch.stack(watched.notes[g][i : i + loops]) for i in range(0, len(watched.notes[g]), loops)]
@@ -55,13 +57,13 @@ def note(model: LoopedGPT, text: Text, rule: Rule, loops: int, read: Callable[[L
     return groups
 
 
-def leaving(rule: Rule, values: Tensor) -> Tensor:
+def exit_steps(rule: Rule, values: Tensor) -> Tensor:
     """After how many steps each token would leave, from the rule's numbers (K, n): int64 (n,)."""
-    passed, watch = torch.as_tensor(rule.passes(values)), Watch(rule)
+    passed, rule_state = torch.as_tensor(rule.passes(values)), RuleState(rule)
     steps = torch.full(values.shape[1:], len(values))
     inside = torch.ones_like(steps, dtype=torch.bool)
     for k in range(1, len(values) + 1):
-        leave = torch.as_tensor(watch.count(passed[k - 1], k))
+        leave = torch.as_tensor(rule_state.count(passed[k - 1], k))
         steps[inside & leave] = k
         inside &= ~leave
     return steps
@@ -76,6 +78,6 @@ def thresholds(rule: Any, values: Tensor, targets: tuple[float, ...]) -> list[tu
     found: dict[float, float] = {}
     for tau in sorted(set(tries)):
         tau = float(f"{max(0.0, tau):.4g}")
-        found[tau] = float(leaving(replace(rule, tau=tau), values).double().mean())
+        found[tau] = float(exit_steps(replace(rule, tau=tau), values).double().mean())
     chosen = {min(found, key=lambda tau: abs(found[tau] - target)) for target in targets}
     return sorted(((tau, found[tau]) for tau in chosen), key=lambda pair: -pair[1])

@@ -25,7 +25,7 @@ PIECE = 2048  # tokens in a piece
 
 
 @dataclass(frozen=True, repr=False)
-class Text(OneLine):
+class HeldOut(OneLine):
     """Windows of held-out text."""
 
     ids: Tensor
@@ -47,13 +47,13 @@ class Text(OneLine):
         return len(set(self.clusters.flatten().tolist()))
 
 
-def spread(data: TokenData, block_size: int, windows: int) -> Text:
+def heldout_windows(data: TokenData, block_size: int, windows: int) -> HeldOut:
     """That many windows of a whole split, spread evenly over it."""
     ids, targets = held_out(data, block_size, windows)
-    return Text(ids, targets, torch.arange(len(ids))[:, None].expand_as(ids).contiguous(), "windows")
+    return HeldOut(ids, targets, torch.arange(len(ids))[:, None].expand_as(ids).contiguous(), "windows")
 
 
-def part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, split_seed: int = 0) -> Text:
+def heldout_part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, split_seed: int = 0) -> HeldOut:
     """At most that many windows of one part of a split, spread evenly over it. Which document is in which part is drawn from the seed."""
     n = min(len(data), MOST)
     tokens = data.read(0, n).astype(np.int64) if n else np.empty(0, np.int64)
@@ -78,7 +78,7 @@ def part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, s
     if len(np.unique(owners)) < 4:
         by, owners = "windows", np.broadcast_to(np.arange(len(rows))[:, None], owners.shape).copy()
     ids = torch.from_numpy(rows)
-    return Text(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.from_numpy(owners), by)
+    return HeldOut(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.from_numpy(owners), by)
 
 
 def _pieces(documents: np.ndarray) -> np.ndarray:

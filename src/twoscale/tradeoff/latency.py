@@ -16,7 +16,7 @@ from twoscale.engine import Engine
 from twoscale.engine.cache import Cache
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
-from twoscale.tradeoff.text import Text
+from twoscale.tradeoff.heldout import HeldOut
 
 REFERENCE = "full"
 REPEATS = 3  # of one token, whose median counts
@@ -31,11 +31,11 @@ def parties(names: Sequence[str]) -> list[list[str]]:
     return [[REFERENCE, *others[i : i + TOGETHER - 1]] for i in range(0, len(others), TOGETHER - 1)]
 
 
-class Pace:
+class LatencyTimer:
     """Engines for all points; `round` measures some of them."""
 
     def __init__(
-        self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: Text, prompt: int = 32, tokens: int = 8
+        self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: HeldOut, prompt: int = 32, tokens: int = 8
     ) -> None:
         T = text.ids.shape[1]
         self.prompt = max(1, min(prompt, T - 2))

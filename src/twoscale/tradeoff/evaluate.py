@@ -20,14 +20,14 @@ from twoscale.exits import Exit
 from twoscale.exits.logits import Reads
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import enter_flops, head_flops, layer_flops, step_flops
+from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.stats import interval
-from twoscale.tradeoff.text import Text
 
 LOGITS = 1 << 25  # logits that are held at a time
 
 
 @dataclass(frozen=True, repr=False)
-class Answers(OneLine):
+class Evaluation(OneLine):
     """Of every token: its loss, its steps, and the most likely next token."""
 
     losses: Tensor
@@ -38,7 +38,7 @@ class Answers(OneLine):
     """int64 (N, T)."""
 
 
-def answers(model: LoopedGPT, text: Text, exit: Exit | None, loops: int | Sequence[int]) -> Answers:
+def evaluate(model: LoopedGPT, text: HeldOut, exit: Exit | None, loops: int | Sequence[int]) -> Evaluation:
     """One parallel pass over the text, some windows at a time."""
     T, device = text.ids.shape[1], model.wte.weight.device
     batch = max(1, min(16, LOGITS // (T * model.config.vocab_size)))
@@ -51,7 +51,7 @@ def answers(model: LoopedGPT, text: Text, exit: Exit | None, loops: int | Sequen
         losses.append(F.cross_entropy(out.logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape).double().cpu())
         steps.append(out.steps.cpu())
         choices.append(out.logits.argmax(dim=-1).cpu())
-    return Answers(torch.cat(losses), torch.cat(steps), torch.cat(choices))
+    return Evaluation(torch.cat(losses), torch.cat(steps), torch.cat(choices))
 
 
 def counted_flops(config: ModelConfig, steps: Tensor, exit: Exit | None = None) -> tuple[float, float]:
@@ -83,7 +83,7 @@ def flops_of_tokens(config: ModelConfig, steps: Tensor, exit: Exit | None = None
     return total + looks, looks
 
 
-def describe(config: ModelConfig, text: Text, given: Answers, full: Answers, exit: Exit | None) -> dict[str, Any]:
+def describe(config: ModelConfig, text: HeldOut, given: Evaluation, full: Evaluation, exit: Exit | None) -> dict[str, Any]:
     """The record of one point: quality against the full run, with intervals over documents, and cost."""
     clusters = text.clusters.numpy()
     ce, rise = given.losses.mean(), (given.losses - full.losses).numpy()
@@ -111,7 +111,7 @@ def describe(config: ModelConfig, text: Text, given: Answers, full: Answers, exi
 
 
 def hard_tokens(
-    text: Text, given: Answers, full: Answers, spell: Callable[[int], str] = str, shown: int = 12, bins: int = 8
+    text: HeldOut, given: Evaluation, full: Evaluation, spell: Callable[[int], str] = str, shown: int = 12, bins: int = 8
 ) -> dict[str, Any]:
     """What the tokens that took longest have in common: tokens by mean steps, and mean steps against the token's loss."""
     mean = given.steps.double().mean(dim=-1).flatten().numpy()
