@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from door import post, serving, wait_for
+from http_client import post, serving, wait_for
 from twoscale.serve.connections import most_connections
 from twoscale.serve.limits import Limits
 from twoscale.serve.logs import RateLimit
@@ -40,7 +40,7 @@ def test_more_half_open_connections_than_files(trained: Path, tmp_path: Path) ->
     log = tmp_path / "log"
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "twoscale", "serve", str(trained), "--port", "0", "--policy", "lockstep", "--rows", "2"],
+            [sys.executable, "-m", "twoscale", "serve", str(trained), "--port", "0", "--policy", "lockstep", "--max-num-seqs", "2"],
             stderr=stderr,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import twoscale
-from door import metric, serving, wait_for
+from http_client import metric, serving, wait_for
 from twoscale import exits
 
 TEXT = "the loop turns and a state moves; then it settles, and what was left of the step is a small turn of the same state"
@@ -90,7 +90,7 @@ def test_sigterm_under_load(loaded, trained: Path) -> None:  # type: ignore[no-u
     """Told to go while six texts are being written and six wait: all are finished, nobody new is let in, and the process ends well."""
     model, tokenizer = loaded
     process = subprocess.Popen(
-        [sys.executable, "-m", "twoscale", "serve", str(trained), "--port", "0", "--policy", "depth", "--rows", "6"],
+        [sys.executable, "-m", "twoscale", "serve", str(trained), "--port", "0", "--policy", "depth", "--max-num-seqs", "6"],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -174,7 +174,7 @@ def scheduled(model: LoopedGPT, load: Load, policy: Policy, rule: exits.Rule | N
 
 
 def over_http(model: LoopedGPT, load: Load, policy: Policy, tokenizer: Any) -> Result:
-    """The same load through the door on loopback, from a process of its own."""
+    """The same load over HTTP on loopback, from a process of its own."""
     from twoscale.serve.limits import Limits
     from twoscale.serve.server import Server
 

@@ -30,17 +30,17 @@ class ServeArgs:
     """Port; 0 takes a free one."""
     policy: Literal["auto", "lockstep", "depth"] = "auto"
     """How requests share calls; auto measures what a call costs with few and with many rows, and chooses."""
-    rows: int = 32
+    max_num_seqs: int = 32
     """Requests that are served at a time."""
     cache_mb: int = 1024
     """Memory for keys and values."""
-    queue: int = 256
+    max_queue: int = 256
     """Requests that may wait; more are told to come back (429)."""
-    seconds: float = 120.0
+    timeout: float = 120.0
     """After so long a request is given up."""
-    connections: int = 512
+    max_connections: int = 512
     """Connections that may be open; where more come, those that have waited longest for their client are closed."""
-    read_seconds: float = 10.0
+    read_timeout: float = 10.0
     """Seconds that a client may take to send the headers of a request, and again for its body."""
     key_env: str = "TWOSCALE_API_KEY"
     """Environment variable with the API key; no key is asked for where it is not set."""
@@ -64,10 +64,10 @@ def _open(name: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | N
 
 def run(args: list[str]) -> int:
     given = parse(ServeArgs, args, "twoscale serve")
-    if not 0 <= given.port <= 65535 or min(given.rows, given.cache_mb, given.queue, given.connections) < 1:
-        raise UserError("--port lies between 0 and 65535; --rows, --cache-mb, --queue and --connections are at least 1")
-    if not min(given.seconds, given.read_seconds) > 0 or not max(given.seconds, given.read_seconds) <= 86_400:
-        raise UserError("--seconds and --read-seconds are above 0 and at most a day")
+    if not 0 <= given.port <= 65535 or min(given.max_num_seqs, given.cache_mb, given.max_queue, given.max_connections) < 1:
+        raise UserError("--port lies between 0 and 65535; --max-num-seqs, --cache-mb, --max-queue and --max-connections are at least 1")
+    if not min(given.timeout, given.read_timeout) > 0 or not max(given.timeout, given.read_timeout) <= 86_400:
+        raise UserError("--timeout and --read-timeout are above 0 and at most a day")
     try:
         from twoscale.serve.app import create_app
         from twoscale.serve.connections import HTTPServer
@@ -81,13 +81,13 @@ def run(args: list[str]) -> int:
 
     model, tokenizer, name, calibrated = _open(given.model)
     listening = listen(given.host, given.port)
-    policy, why = choose_policy(model, given.rows) if given.policy == "auto" else (given.policy, given.policy)
-    scheduler = Scheduler(model, policy, rows=given.rows, cache_bytes=given.cache_mb << 20)
-    limits = Limits(seconds=given.seconds, queue=given.queue, connections=given.connections, read_seconds=given.read_seconds)
+    policy, why = choose_policy(model, given.max_num_seqs) if given.policy == "auto" else (given.policy, given.policy)
+    scheduler = Scheduler(model, policy, rows=given.max_num_seqs, cache_bytes=given.cache_mb << 20)
+    limits = Limits(seconds=given.timeout, queue=given.max_queue, connections=given.max_connections, read_seconds=given.read_timeout)
     key = os.environ.get(given.key_env) or None
     server = Server(model, tokenizer, name, scheduler, calibrated=calibrated, limits=limits, key=key)
     say(f"policy: {why}")
-    http = HTTPServer(create_app(server), server.connections, timeout_graceful_shutdown=int(given.seconds) + 1)
+    http = HTTPServer(create_app(server), server.connections, timeout_graceful_shutdown=int(given.timeout) + 1)
     say(f"http://{given.host}:{listening.getsockname()[1]}/v1")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends gracefully, then raises the signal again: being told to go is no fault
     http.run(sockets=[listening])

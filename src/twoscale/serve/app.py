@@ -1,4 +1,4 @@
-"""The door: /v1/completions and /v1/models as OpenAI's clients expect them, /health and /metrics (FastAPI, the extra `serve`)."""
+"""The HTTP API: /v1/completions and /v1/models as OpenAI's clients expect them, /health and /metrics (FastAPI, the extra `serve`)."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""A model behind the door: requests become jobs, jobs become answers as OpenAI's clients expect them."""
+"""A model behind the HTTP API: requests become jobs, jobs become answers as OpenAI's clients expect them."""
 
 import time
 import uuid
@@ -76,7 +76,7 @@ class Choice:
 
 
 class Server:
-    """A model behind the door."""
+    """A model behind the HTTP API."""
 
     def __init__(
         self,

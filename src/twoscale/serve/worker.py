@@ -1,4 +1,4 @@
-"""The thread that turns the scheduler, and the door through which jobs come from the server's event loop."""
+"""The thread that runs the scheduler, and the queue through which jobs come from the server's event loop."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The house is in order: formatting, lint, types, import directions, sizes, and no heavy import at start-up."""
+"""Formatting, lint, types, import directions, sizes, and no heavy import at start-up."""
 
 import re
 import subprocess

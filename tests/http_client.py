@@ -1,4 +1,4 @@
-"""A server in a thread, and ways to ask it: for the tests of the door."""
+"""A server in a thread, and ways to ask it: for the tests of the HTTP API."""
 
 import contextlib
 import http.client

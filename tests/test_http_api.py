@@ -1,4 +1,4 @@
-"""The door: OpenAI's own client gets what `generate` gives; what is malformed, too much or too long is told so; nobody harms the others."""
+"""The HTTP API: OpenAI's own client gets what `generate` gives; bad, large and slow requests are refused in words and harm nobody else."""
 
 import dataclasses
 import http.client
@@ -12,25 +12,25 @@ import torch
 
 import twoscale
 from conftest import CommandLine
-from door import client, metrics_of, openai, post, serving, wait_for
+from http_client import client, metrics_of, openai, post, serving, wait_for
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.serve.choose import at, choose_policy
 
 
 @pytest.fixture(scope="module")
-def door(loaded):  # type: ignore[no-untyped-def]
+def api(loaded):  # type: ignore[no-untyped-def]
     with serving(loaded, body=20_000, calibrated=({0: exits.Fixed(2)}, 5)) as (address, server):
         yield address, server
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completions(loaded, door, stream: bool) -> None:  # type: ignore[no-untyped-def]
+def test_completions(loaded, api, stream: bool) -> None:  # type: ignore[no-untyped-def]
     """Text, steps, log-probabilities and usage of two prompts, twice each, are those of `generate` and of a direct computation."""
     model, tokenizer = loaded
     prompts = ["the loop", "a state that"]
     asked = {"exit": "step-norm", "tau": 2.0, "loops": 6}
-    given = client(door[0]).completions.create(
+    given = client(api[0]).completions.create(
         model="nano", prompt=prompts, max_tokens=8, n=2, temperature=0.7, seed=0, logprobs=2, stream=stream, extra_body=asked,
         **({"stream_options": {"include_usage": True}} if stream else {}),
     )  # fmt: skip
@@ -57,9 +57,9 @@ def test_completions(loaded, door, stream: bool) -> None:  # type: ignore[no-unt
     assert usage.completion_tokens == sum(len(s) for s in steps)
 
 
-def test_rules_and_models(loaded, door) -> None:  # type: ignore[no-untyped-def]
+def test_rules_and_models(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """Without a word on exits the calibrated rule is used; `none` runs all loops; models and health are told."""
-    address = door[0]
+    address = api[0]
     assert [m.id for m in client(address).models.list()] == ["nano"]
     calibrated = post(address, json.dumps({"prompt": "a", "max_tokens": 4}).encode())[1]["choices"][0]["steps"]  # type: ignore[index]
     assert all(s[0] == 2 and s[1] == 5 for s in calibrated)
@@ -73,25 +73,25 @@ def test_rules_and_models(loaded, door) -> None:  # type: ignore[no-untyped-def]
         assert f"twoscale_{name} " in metrics, name
 
 
-def test_stop_words(loaded, door) -> None:  # type: ignore[no-untyped-def]
+def test_stop_words(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """The text ends where a stop word begins, also one that spans tokens, and none of it is shown on the way."""
     ask = {"model": "nano", "prompt": "the loop", "max_tokens": 30, "temperature": 0.9, "seed": 1}
-    whole = client(door[0]).completions.create(**ask).choices[0].text
+    whole = client(api[0]).completions.create(**ask).choices[0].text
     stop = whole[5:8]
-    cut = client(door[0]).completions.create(**ask, stop=[stop]).choices[0]
+    cut = client(api[0]).completions.create(**ask, stop=[stop]).choices[0]
     assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
-    streamed = "".join(p.choices[0].text for p in client(door[0]).completions.create(**ask, stop=stop, stream=True))
+    streamed = "".join(p.choices[0].text for p in client(api[0]).completions.create(**ask, stop=stop, stream=True))
     assert streamed == cut.text
 
 
-def test_after_a_stop_word(loaded, door) -> None:  # type: ignore[no-untyped-def]
+def test_after_a_stop_word(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """What the scheduler wrote past a stop word is not in usage, steps or log-probabilities, streamed or whole."""
     ask = {"model": "nano", "prompt": "the loop", "max_tokens": 30, "temperature": 0.9, "seed": 1, "logprobs": 1}
-    stop = client(door[0]).completions.create(**ask).choices[0].text[5:8]
+    stop = client(api[0]).completions.create(**ask).choices[0].text[5:8]
     counts = set()
     for stream in (False, True, True):
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        given = client(door[0]).completions.create(**ask, stop=stop, **options)
+        given = client(api[0]).completions.create(**ask, stop=stop, **options)
         parts = list(given) if stream else [given]
         choices = [c for part in parts for c in part.choices]
         steps = sum(len(c.steps) for c in choices)
@@ -104,18 +104,18 @@ def test_after_a_stop_word(loaded, door) -> None:  # type: ignore[no-untyped-def
     assert len(counts) == 1
 
 
-def test_as_openai_has_it(loaded, door) -> None:  # type: ignore[no-untyped-def]
+def test_as_openai_has_it(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """null is the default, an unknown model is 404, and without a seed texts differ from call to call."""
     nothing = dict.fromkeys(("max_tokens", "n", "stream", "echo", "stop", "suffix", "best_of", "logit_bias", "temperature", "seed"))
-    status, body = post(door[0], json.dumps({"prompt": "a", **nothing}).encode())
+    status, body = post(api[0], json.dumps({"prompt": "a", **nothing}).encode())
     assert status == 200 and body["usage"]["completion_tokens"] > 1  # type: ignore[index]
-    texts = {client(door[0]).completions.create(model="nano", prompt="the", max_tokens=12).choices[0].text for _ in range(4)}
+    texts = {client(api[0]).completions.create(model="nano", prompt="the", max_tokens=12).choices[0].text for _ in range(4)}
     assert len(texts) > 1
-    assert client(door[0]).models.retrieve("nano").id == "nano"
+    assert client(api[0]).models.retrieve("nano").id == "nano"
     with pytest.raises(openai.NotFoundError):
-        client(door[0]).models.retrieve("gpt-9")
+        client(api[0]).models.retrieve("gpt-9")
     with pytest.raises(openai.NotFoundError):
-        client(door[0]).completions.create(model="gpt-9", prompt="a")
+        client(api[0]).completions.create(model="gpt-9", prompt="a")
 
 
 BAD = {
@@ -161,16 +161,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_malformed(door, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_malformed(api, name: str) -> None:  # type: ignore[no-untyped-def]
     """4xx with a reason, never 5xx, and the next request is served."""
-    status, body = post(door[0], BAD[name])
+    status, body = post(api[0], BAD[name])
     assert 400 <= status < 500 and body["error"]["message"], body  # type: ignore[index]
-    assert post(door[0], b'{"prompt": "a", "max_tokens": 1}')[0] == 200
+    assert post(api[0], b'{"prompt": "a", "max_tokens": 1}')[0] == 200
 
 
-def test_limits(loaded, door) -> None:  # type: ignore[no-untyped-def]
+def test_limits(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """Large bodies, a full queue, a request that takes too long, a wrong key."""
-    assert post(door[0], b" " * 30_000)[0] == 413
+    assert post(api[0], b" " * 30_000)[0] == 413
     with serving(loaded, key="secret", queue=1, rows=1, seconds=0.2) as (address, server):
         assert post(address, b'{"prompt": "a"}')[0] == 401
         assert post(address, b'{"prompt": "a"}', {"Authorization": "Bearer wrong"})[0] == 401
@@ -220,19 +220,19 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", [*UNKNOWN, "min_p", "response_format", "ignore_eos", "messages", "x" * 3000])
-def test_unknown_fields(door, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_unknown_fields(api, name: str) -> None:  # type: ignore[no-untyped-def]
     """A field that is not known is refused by its name, with the one that is nearest; those without effect at OpenAI are accepted."""
-    status, body = post(door[0], json.dumps({"prompt": "a", "max_tokens": 1, name: None}).encode())
+    status, body = post(api[0], json.dumps({"prompt": "a", "max_tokens": 1, name: None}).encode())
     told = body["error"]
     assert status == 400 and told["param"] == name[:100] and f"unknown field {name[:100]!r}" in told["message"]  # type: ignore[index]
     assert (f"did you mean {UNKNOWN[name]!r}" if name in UNKNOWN else "known are ") in told["message"]  # type: ignore[index]
-    status, body = post(door[0], b'{"prompt": "a", "stream": true, "stream_options": {"include_usages": true}}')
+    status, body = post(api[0], b'{"prompt": "a", "stream": true, "stream_options": {"include_usages": true}}')
     assert status == 400 and "include_usage" in body["error"]["message"]  # type: ignore[index]
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "stream_options": {"include_obfuscation": False}}
-    assert post(door[0], json.dumps({"prompt": "a", "max_tokens": 1, **harmless}).encode())[0] == 200
+    assert post(api[0], json.dumps({"prompt": "a", "max_tokens": 1, **harmless}).encode())[0] == 200
 
 
-def test_top_k_and_stop_tokens(loaded, door) -> None:  # type: ignore[no-untyped-def]
+def test_top_k_and_stop_tokens(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """`top_k` and `stop_token_ids` do what they do in `generate`; a stop token is counted and not shown."""
     model, tokenizer = loaded
     ids = tokenizer.encode("the loop")
@@ -243,9 +243,9 @@ def test_top_k_and_stop_tokens(loaded, door) -> None:  # type: ignore[no-untyped
     end = few.tokens[0][5]
     want = few.tokens[0][: few.tokens[0].index(end) + 1]
     for top_k, tokens in ((3, few.tokens[0]), (0, free.tokens[0]), (-1, free.tokens[0])):
-        found = post(door[0], json.dumps({**ask, "top_k": top_k}).encode())[1]["choices"][0]  # type: ignore[index]
+        found = post(api[0], json.dumps({**ask, "top_k": top_k}).encode())[1]["choices"][0]  # type: ignore[index]
         assert found["text"] == tokenizer.decode([*ids, *tokens])[len("the loop") :].removesuffix("<|endoftext|>")
-    found = post(door[0], json.dumps({**ask, "top_k": 3, "stop_token_ids": [end]}).encode())[1]["choices"][0]  # type: ignore[index]
+    found = post(api[0], json.dumps({**ask, "top_k": 3, "stop_token_ids": [end]}).encode())[1]["choices"][0]  # type: ignore[index]
     assert found["finish_reason"] == "stop" and len(found["steps"]) == len(want)
     assert found["text"] == tokenizer.decode([*ids, *want[:-1]])[len("the loop") :]
 
@@ -257,14 +257,14 @@ def ask_path(address: str, method: str, path: str, headers: dict[str, str] | Non
     return answer.status, answer.read().decode()
 
 
-def test_unknown_paths(door) -> None:  # type: ignore[no-untyped-def]
+def test_unknown_paths(api) -> None:  # type: ignore[no-untyped-def]
     """What is not served is answered in OpenAI's shape, with what there is instead."""
     for method, path, status, word in (("POST", "/v1/chat/completions", 404, "chat template"), ("GET", "/v2", 404, "/v1/models"),
                                        ("GET", "/v1/completions", 405, "POST /v1/completions")):  # fmt: skip
-        found, text = ask_path(door[0], method, path)
+        found, text = ask_path(api[0], method, path)
         assert found == status and word in json.loads(text)["error"]["message"] and "/v1/completions" in text
     with pytest.raises(openai.NotFoundError, match="chat template"):
-        client(door[0]).chat.completions.create(model="nano", messages=[{"role": "user", "content": "hello"}])
+        client(api[0]).chat.completions.create(model="nano", messages=[{"role": "user", "content": "hello"}])
 
 
 def test_key(loaded) -> None:  # type: ignore[no-untyped-def]
@@ -367,7 +367,7 @@ def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_bad_flags(cli: CommandLine, tmp_path: Path) -> None:
-    flags = {"--port": 99999, "--rows": 0, "--connections": 0, "--read-seconds": 0, "--seconds": -1}
+    flags = {"--port": 99999, "--max-num-seqs": 0, "--max-connections": 0, "--read-timeout": 0, "--timeout": -1}
     for words, says in (*(((flag, value), flag) for flag, value in flags.items()), ((), "no folder")):
         code, _, err = cli("serve", tmp_path / "nothing", *words)
         assert code == 2 and says in err and err.count("\n") == 1
