@@ -137,6 +137,15 @@ def pointer(tensor: Tensor, size: int, dtype: torch.dtype = torch.float32) -> in
     return tensor.data_ptr()
 
 
+def pointer_and_output(x: Tensor, size: int, *shape: int) -> tuple[int, Tensor, int]:
+    """The address of x, checked as above; fresh memory of the same kind, by default of the same shape; and its address.
+
+    What is made here from a tensor that was checked needs no check of its own."""
+    at = pointer(x, size)
+    y = x.new_empty(shape) if shape else torch.empty_like(x)
+    return at, y, y.data_ptr()
+
+
 def row_pointer(heads: Tensor, n: int, H: int, D: int) -> int:
     """The same for queries, keys or values (1, n, H, D) whose rows lie apart, as slices of a larger tensor do."""
     shape, strides = heads.shape, heads.stride()

@@ -20,6 +20,7 @@ from torch import Tensor
 from twoscale.engine.cache import Cache, Place
 from twoscale.engine.native import FUSED, Seen, floats, pointer, row_pointer
 from twoscale.model.group import Layers
+from twoscale.model.layers import Rope
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Rows:
         self.native = library is not None and 0 < self.n <= FUSED
         """Whether a fused block takes them."""
         self._scratch, self._scratch_size = 0, 0
+        self._rope: Rope | None = None
 
     def __len__(self) -> int:
         return self.n
@@ -180,6 +182,13 @@ class Rows:
             self._memory, self._scratch_size = floats(size), size
             self._scratch = pointer(self._memory, size)
         return self._scratch
+
+    def angles(self, rope: Rope, head_dim: int) -> tuple[int, int]:
+        """The addresses of cos and sin, for C; the same for all steps of these rows."""
+        if rope is not self._rope:
+            self._angles = pointer(rope[0], self.n * head_dim), pointer(rope[1], self.n * head_dim)
+            self._rope = rope
+        return self._angles
 
     @cached_property
     def longest(self) -> int:
