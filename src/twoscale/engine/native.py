@@ -137,13 +137,15 @@ def pointer(tensor: Tensor, size: int, dtype: torch.dtype = torch.float32) -> in
     return tensor.data_ptr()
 
 
-def pointer_and_output(x: Tensor, size: int, *shape: int) -> tuple[int, Tensor, int]:
-    """The address of x, checked as above; fresh memory of the same kind, by default of the same shape; and its address.
+def input_and_output(x: Tensor, size: int, shape: tuple[int, ...] | None = None) -> tuple[Tensor, int, Tensor, int]:
+    """x, contiguous; its address, checked as above; fresh memory of the same kind, by default of the same shape; and its address.
 
-    What is made here from a tensor that was checked needs no check of its own."""
-    at = pointer(x, size)
-    y = x.new_empty(shape) if shape else torch.empty_like(x)
-    return at, y, y.data_ptr()
+    What is made here from a tensor that was checked needs no check of its own. The caller keeps both tensors until C is done."""
+    x = x.contiguous()
+    if x.dtype is not torch.float32 or not x.is_cpu or x.numel() != size:
+        raise _refusal(x, f"{size} entries of torch.float32 on the CPU")
+    y = torch.empty_like(x) if shape is None else x.new_empty(shape)
+    return x, x.data_ptr(), y, y.data_ptr()
 
 
 def row_pointer(heads: Tensor, n: int, H: int, D: int) -> int:

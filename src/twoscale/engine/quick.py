@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from twoscale.config import UserError
 from twoscale.engine.fingerprint import fingerprint, weights_of
-from twoscale.engine.native import PANEL, ROWS, BlockWeights, Once, native, panels, pointer, pointer_and_output
+from twoscale.engine.native import PANEL, ROWS, BlockWeights, Once, input_and_output, native, panels, pointer
 from twoscale.engine.rows import RowAttention
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
@@ -83,8 +83,8 @@ class QuickLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.numel() // self.columns
-        if self.library is not None and n <= ROWS and x.dtype is torch.float32:
-            at, y, at_y = pointer_and_output(x.contiguous(), n * self.columns, *x.shape[:-1], self.rows)
+        if self.library is not None and n <= ROWS:
+            x, at, y, at_y = input_and_output(x, n * self.columns, (*x.shape[:-1], self.rows))
             self.library.linear(torch.get_num_threads(), n, self.columns, self.rows, at, self.place, at_y)
             return y
         if self.pays_alone or (self.pays and n > 1):
@@ -125,7 +125,7 @@ class QuickNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.library is not None and x.dtype == torch.float32:
             C, size = x.shape[-1], x.numel()
-            at, y, at_y = pointer_and_output(x.contiguous(), size)
+            x, at, y, at_y = input_and_output(x, size)
             threads = torch.get_num_threads() if size > PARALLEL else 1
             self.library.norms(threads, size // C, C, at, self.gain, self.eps, at_y)
             return y
@@ -176,7 +176,7 @@ class QuickBlock(nn.Module):
             return self._many(x, rope, attend)
         rows, threads = attend.rows, torch.get_num_threads()
         n = rows.n
-        at, out, at_out = pointer_and_output(x.contiguous(), n * self.width)
+        x, at, out, at_out = input_and_output(x, n * self.width)
         cos, sin = (None, None) if rope is None else rows.angles(rope, self.head_dim)
         work = rows.scratch(n * self.scratch + 2 * threads * rows.longest)
         self.library.block(threads, n, self.address, at, cos, sin, attend.seen(), work, at_out)
