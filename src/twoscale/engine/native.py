@@ -144,7 +144,7 @@ def input_and_output(x: Tensor, size: int, shape: tuple[int, ...] | None = None)
     x = x.contiguous()
     if x.dtype is not torch.float32 or not x.is_cpu or x.numel() != size:
         raise _refusal(x, f"{size} entries of torch.float32 on the CPU")
-    y = torch.empty_like(x) if shape is None else x.new_empty(shape)
+    y = torch.empty_like(x) if shape is None else x.new_empty(*shape)  # a tuple would cost half a microsecond more
     return x, x.data_ptr(), y, y.data_ptr()
 
 

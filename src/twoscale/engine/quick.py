@@ -68,7 +68,7 @@ class QuickLinear(nn.Module):
     def __init__(self, weight: Tensor, library: Any | None) -> None:
         super().__init__()
         self.rows, self.columns = weight.shape
-        self.library = library
+        self.square, self.library = self.rows == self.columns, library
         self.pays = weight.numel() >= PAYS and can_pack()
         self.pays_alone = self.pays and weight.numel() >= PAYS_ALONE
         self.inside: Tensor | None = None  # for the C kernels
@@ -84,7 +84,7 @@ class QuickLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n = x.numel() // self.columns
         if self.library is not None and n <= ROWS:
-            x, at, y, at_y = input_and_output(x, n * self.columns, (*x.shape[:-1], self.rows))
+            x, at, y, at_y = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
             self.library.linear(torch.get_num_threads(), n, self.columns, self.rows, at, self.place, at_y)
             return y
         if self.pays_alone or (self.pays and n > 1):

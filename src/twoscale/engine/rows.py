@@ -202,6 +202,12 @@ class Rows:
                 raise IndexError(f"position {part.end - 1} lies outside a cache for {part.cache.capacity} tokens")
         return (ctypes.c_int64 * len(self.parts))(*(part.cache.capacity for part in self.parts))
 
+    @cached_property
+    def places_in_memory(self) -> tuple[int, int, int]:
+        """The addresses of the rows' owners, of the caches' sizes and of the rows' positions, for C."""
+        owners, positions = pointer(self.owners, self.n, torch.int64), pointer(self.positions, self.n, torch.int64)
+        return owners, ctypes.addressof(self.rooms), positions
+
     def _mask(self, part: Part, first: int, dtype: torch.dtype) -> Tensor:
         positions = self.positions[first : first + part.count]
         hidden = torch.arange(part.end, device=positions.device) > positions[:, None]
@@ -223,9 +229,7 @@ class RowAttention:
         rows, layer = self.rows, self.layer
         if self._seen is None:
             self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
-            owners, positions = (pointer(who, rows.n, torch.int64) for who in (rows.owners, rows.positions))
-            places = (owners, ctypes.addressof(rows.rooms), positions)
-            self._seen = Seen(*places, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
+            self._seen = Seen(*rows.places_in_memory, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
         for i, part in enumerate(rows.parts):
             store = part.cache.layers[layer]
             self._keys[i], self._values[i] = store.address(store.open_level(part.k or 1, part.cache.length))
