@@ -16,7 +16,7 @@ import twoscale
 from conftest import small_model
 from test_model import loud
 from twoscale.engine import Engine, cache, loop
-from twoscale.engine.native import _whole, native, pointer, row_pointer
+from twoscale.engine.native import _whole, input_and_output, native, pointer, row_pointer
 from twoscale.engine.rows import Rows, part_of
 
 HERE = Path(__file__).parent
@@ -90,6 +90,17 @@ def test_pointer(tensor: torch.Tensor) -> None:
     assert pointer(torch.zeros(2, 4), 8) != 0
     with pytest.raises(TypeError, match="memory for a C kernel must be 8 contiguous entries"):
         pointer(tensor, 8)
+
+
+def test_input_and_output() -> None:
+    """A strided input is copied, and the copy is handed back, to live as long as C reads it; another dtype, size or device is refused."""
+    strided = torch.arange(16.0).view(2, 8)[:, ::2]
+    x, at, y, at_y = input_and_output(strided, 8, (2, 3))
+    assert torch.equal(x, strided) and x.is_contiguous() and at == x.data_ptr()
+    assert y.shape == (2, 3) and y.dtype == torch.float32 and at_y == y.data_ptr()
+    for bad in (strided.double(), strided[:1], strided.to("meta")):
+        with pytest.raises(TypeError, match="memory for a C kernel must be 8 entries"):
+            input_and_output(bad, 8)
 
 
 def test_row_pointer() -> None:

@@ -92,6 +92,7 @@ class Engine:
             self.first_layers.append(self.first_layers[-1] + len(layers))
         self._tables = _tables_of(model, seed, self._like)
         self._numbers = (ctypes.c_float * 4)()
+        self._metered: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
         self.nothing = torch.empty(0, dtype=torch.float32, device=self.device)
         self.no_rows = Rows([], torch.empty(3, 0, dtype=torch.int64, device=self.device))
 
@@ -100,8 +101,12 @@ class Engine:
         n, C = after.shape
         numbers = self._numbers if n == 1 else (ctypes.c_float * (4 * n))()
         threads = 1 if n * C < PARALLEL else threads_to_use()
-        places = pointer(before, n * C), pointer(after, n * C), pointer(last, n * C)
-        self.library.measure(threads, n, C, *places, numbers)  # type: ignore[union-attr]
+        # One step's result is the next one's start, and `last` is updated in place: what was checked a step ago is not checked again.
+        known, at = self._metered, pointer(after, n * C)
+        at_before = known[1] if before is known[0] else pointer(before, n * C)
+        at_last = known[3] if last is known[2] else pointer(last, n * C)
+        self._metered = after, at, last, at_last
+        self.library.measure(threads, n, C, at_before, at, at_last, numbers)  # type: ignore[union-attr]
         # As doubles, which a single token's plain floats are: a token must not pass or fail by who is beside it.
         return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
 

@@ -139,6 +139,17 @@ def pointer(tensor: Tensor, size: int, dtype: torch.dtype = torch.float32) -> in
     return tensor.data_ptr()
 
 
+def input_and_output(x: Tensor, size: int, shape: tuple[int, ...] | None = None) -> tuple[Tensor, int, Tensor, int]:
+    """x, contiguous; its address, checked as above; fresh memory of the same kind, by default of the same shape; and its address.
+
+    What is made here from a tensor that was checked needs no check of its own. The caller keeps both tensors until C is done."""
+    x = x.contiguous()
+    if x.dtype is not torch.float32 or not x.is_cpu or x.numel() != size:
+        raise _refusal(x, f"{size} entries of torch.float32 on the CPU")
+    y = torch.empty_like(x) if shape is None else x.new_empty(*shape)  # a tuple would cost half a microsecond more
+    return x, x.data_ptr(), y, y.data_ptr()
+
+
 def row_pointer(heads: Tensor, n: int, H: int, D: int) -> int:
     """The same for queries, keys or values (1, n, H, D) whose rows lie apart, as slices of a larger tensor do."""
     shape, strides = heads.shape, heads.stride()

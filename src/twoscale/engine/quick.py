@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from twoscale.config import UserError
 from twoscale.engine.fingerprint import fingerprint, weights_of
-from twoscale.engine.native import PANEL, ROWS, BlockWeights, Once, native, panels, pointer, threads_to_use
+from twoscale.engine.native import PANEL, ROWS, BlockWeights, Once, input_and_output, native, panels, pointer, threads_to_use
 from twoscale.engine.rows import RowAttention
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
@@ -68,7 +68,7 @@ class QuickLinear(nn.Module):
     def __init__(self, weight: Tensor, library: Any | None) -> None:
         super().__init__()
         self.rows, self.columns = weight.shape
-        self.library = library
+        self.square, self.library = self.rows == self.columns, library
         self.pays = weight.numel() >= PAYS and can_pack()
         self.pays_alone = self.pays and weight.numel() >= PAYS_ALONE
         self.inside: Tensor | None = None  # for the C kernels
@@ -83,10 +83,9 @@ class QuickLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.numel() // self.columns
-        if self.library is not None and n <= ROWS and x.dtype is torch.float32:
-            x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.rows)
-            places = pointer(x, n * self.columns), self.place, pointer(y, n * self.rows)
-            self.library.linear(threads_to_use(), n, self.columns, self.rows, *places)
+        if self.library is not None and n <= ROWS:
+            x, at, y, at_y = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
+            self.library.linear(threads_to_use(), n, self.columns, self.rows, at, self.place, at_y)
             return y
         if self.pays_alone or (self.pays and n > 1):
             return packed_linear(x, self.packed if self.packed is not None else self._unpack("packed"))
@@ -125,10 +124,10 @@ class QuickNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.library is not None and x.dtype == torch.float32:
-            x, C = x.contiguous(), x.shape[-1]
-            y, size = torch.empty_like(x), x.numel()
+            C, size = x.shape[-1], x.numel()
+            x, at, y, at_y = input_and_output(x, size)
             threads = threads_to_use() if size > PARALLEL else 1
-            self.library.rms_norm(threads, size // C, C, pointer(x, size), self.gain, self.eps, pointer(y, size))
+            self.library.rms_norm(threads, size // C, C, at, self.gain, self.eps, at_y)
             return y
         x32 = x.float()
         length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
@@ -176,11 +175,11 @@ class QuickBlock(nn.Module):
         if not isinstance(attend, RowAttention) or not attend.rows.native:
             return self._many(x, rope, attend)
         rows, threads = attend.rows, threads_to_use()
-        x = x.contiguous()
-        out, size = torch.empty_like(x), rows.n * self.width
-        cos, sin = (None, None) if rope is None else (pointer(angle, rows.n * self.head_dim) for angle in rope)
-        work = rows.scratch(rows.n * self.scratch + 2 * threads * rows.longest)
-        self.library.block(threads, rows.n, self.address, pointer(x, size), cos, sin, attend.seen(), work, pointer(out, size))
+        n = rows.n
+        x, at, out, at_out = input_and_output(x, n * self.width)
+        cos, sin = (None, None) if rope is None else rows.angles(rope, self.head_dim)
+        work = rows.scratch(n * self.scratch + 2 * threads * rows.longest)
+        self.library.block(threads, n, self.address, at, cos, sin, attend.seen(), work, at_out)
         return out
 
     def _many(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from twoscale.engine.cache import Cache, Place
 from twoscale.engine.native import FUSED, Seen, floats, pointer, row_pointer, threads_to_use
 from twoscale.model.group import Layers
+from twoscale.model.layers import Rope
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Rows:
         self.native = library is not None and 0 < self.n <= FUSED
         """Whether a fused block takes them."""
         self._scratch, self._scratch_size = 0, 0
+        self._rope: Rope | None = None
 
     def __len__(self) -> int:
         return self.n
@@ -181,6 +183,13 @@ class Rows:
             self._scratch = pointer(self._memory, size)
         return self._scratch
 
+    def angles(self, rope: Rope, head_dim: int) -> tuple[int, int]:
+        """The addresses of cos and sin, for C; the same for all steps of these rows."""
+        if rope is not self._rope:
+            self._angles = pointer(rope[0], self.n * head_dim), pointer(rope[1], self.n * head_dim)
+            self._rope = rope
+        return self._angles
+
     @cached_property
     def longest(self) -> int:
         return max(part.end for part in self.parts)
@@ -192,6 +201,12 @@ class Rows:
             if not 0 < part.end <= part.cache.capacity:
                 raise IndexError(f"position {part.end - 1} lies outside a cache for {part.cache.capacity} tokens")
         return (ctypes.c_int64 * len(self.parts))(*(part.cache.capacity for part in self.parts))
+
+    @cached_property
+    def places_in_memory(self) -> tuple[int, int, int]:
+        """The addresses of the rows' owners, of the caches' sizes and of the rows' positions, for C."""
+        owners, positions = pointer(self.owners, self.n, torch.int64), pointer(self.positions, self.n, torch.int64)
+        return owners, ctypes.addressof(self.rooms), positions
 
     def _mask(self, part: Part, first: int, dtype: torch.dtype) -> Tensor:
         positions = self.positions[first : first + part.count]
@@ -214,9 +229,7 @@ class RowAttention:
         rows, layer = self.rows, self.layer
         if self._seen is None:
             self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
-            owners, positions = (pointer(who, rows.n, torch.int64) for who in (rows.owners, rows.positions))
-            places = (owners, ctypes.addressof(rows.rooms), positions)
-            self._seen = Seen(*places, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
+            self._seen = Seen(*rows.places_in_memory, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
         for i, part in enumerate(rows.parts):
             store = part.cache.layers[layer]
             self._keys[i], self._values[i] = store.address(store.open_level(part.k or 1, part.cache.length))
