@@ -94,6 +94,7 @@ static void wait_for(const uint64_t *word, uint32_t call, uint32_t least) {
     } while (nanoseconds() < until);
     pthread_mutex_lock(&team.lock);
     __atomic_add_fetch(&team.sleepers, 1, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* with the fence in wake_all: either the change is seen here, or the sleeper there */
     while (!changed(word, call, least)) pthread_cond_wait(&team.wake, &team.lock);
     __atomic_sub_fetch(&team.sleepers, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&team.lock);
