@@ -124,7 +124,7 @@ def test_bad_input(tmp_path: Path, cli: CommandLine, trained: Path, monkeypatch:
         assert code == 2 and says in err and err.count("\n") == 1, err
     monkeypatch.setitem(sys.modules, "twoscale.explore.page", None)
     code, _, err = cli("explore", trained)
-    assert code == 2 and "twoscale[explore]" in err
+    assert code == 2 and "pip install -c constraints.txt -e '.[explore]'" in err
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_in_a_browser(trained: Path, browser) -> None:  # type: ignore[no-untype
             wait("#quick .tok:not(.given)")
             wait("#full .tok:not(.given)")
             WebDriverWait(browser, 60, 0.1).until(lambda b: not b.find_elements(By.CSS_SELECTOR, ".caret"))
-            assert "loop work saved" in browser.find_element(By.ID, "summary").text
+            assert "the default of 3 loops" in browser.find_element(By.ID, "summary").text
             WebDriverWait(browser, 20, 0.2).until(lambda b: "ms a token" in b.find_element(By.ID, "quick-words").text.replace("*", ""))
             wait("#quick .tok:not(.given)")[3].click()
             wait("#said tr.left")

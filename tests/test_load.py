@@ -224,3 +224,14 @@ def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         twoscale.load("no/such")
     with pytest.raises(UserError, match="is no folder"):
         twoscale.load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype(dtype: torch.dtype) -> None:
+    """A model is loaded in fp32 whatever torch's default dtype is."""
+    torch.set_default_dtype(dtype)
+    try:
+        model, _ = twoscale.load("bundled")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

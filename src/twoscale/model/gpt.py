@@ -152,13 +152,13 @@ def _fresh(noise: StateNoise, group: int, positions: Tensor, width: int):  # typ
 
 
 def allocate(model: LoopedGPT) -> LoopedGPT:
-    """Memory on the CPU for a model that was made on the meta device; the caller fills it.
+    """fp32 memory on the CPU, whatever torch's defaults are, for a model that was made on the meta device; the caller fills it.
 
     What nn.Module.to_empty does, but that imports a good part of torch's compiler.
     """
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu")))
+            module.register_parameter(name, nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device="cpu")))
     return model
 
 
