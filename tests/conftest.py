@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,27 @@ class CommandLine:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
     return CommandLine(capsys)
+
+
+@pytest.fixture
+def browser() -> Iterator[object]:
+    """Headless Chromium, with a note of every request and of everything the console said."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra twoscale[test])")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("Chromium is not installed (Debian's packages chromium and chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    with tempfile.TemporaryDirectory() as profile:
+        for word in (
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+            "--disable-component-update", "--disable-sync", "--window-size=1280,1600", f"--user-data-dir={profile}",
+        ):  # fmt: skip
+            options.add_argument(word)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        yield opened
+        opened.quit()
 
 
 __all__ = ["ROOT", "SHARED", "CommandLine", "TrainConfig", "nano_run", "small_model", "write_corpus"]

@@ -2,12 +2,9 @@
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,27 +124,6 @@ def test_bad_input(tmp_path: Path, cli: CommandLine, trained: Path, monkeypatch:
     assert code == 2 and "pip install -c constraints.txt -e '.[explore]'" in err
 
 
-@pytest.fixture
-def browser() -> Iterator[object]:
-    """Headless Chromium, with a note of every request and of everything the console said."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra twoscale[test])")
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("Chromium is not installed (Debian's packages chromium and chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    with tempfile.TemporaryDirectory() as profile:
-        for word in (
-            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-            "--disable-component-update", "--disable-sync", "--window-size=1280,1600", f"--user-data-dir={profile}",
-        ):  # fmt: skip
-            options.add_argument(word)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-        yield opened
-        opened.quit()
-
-
 def asked_for(browser) -> set[str]:  # type: ignore[no-untyped-def]
     """Every address that the browser asked for."""
     messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
@@ -174,6 +150,7 @@ def test_in_a_browser(trained: Path, browser) -> None:  # type: ignore[no-untype
 
             browser.get(address)
             (box,) = wait("#prompt textarea")
+            assert "Watch" in browser.find_element(By.TAG_NAME, "h2").text
             box.clear()
             box.send_keys("the loop turns", Keys.ENTER)
             wait("#quick .tok:not(.given)")

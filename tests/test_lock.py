@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -22,7 +23,9 @@ def test_two_trainings_in_one_folder(tmp_path: Path, shards: Path) -> None:
     words = arguments(config, tmp_path / "run", shards)
     first = start_process(words)
     wait_for_step(tmp_path / "run", 3)
+    first.send_signal(signal.SIGSTOP)  # so that it cannot end before the second one has looked
     said = finish(start_process(words), 2).strip()
+    first.send_signal(signal.SIGCONT)
     assert said.startswith(f"twoscale train: {tmp_path / 'run'} is in use by another `train`, process {first.pid} on"), said
     assert len(said.splitlines()) == 1
     finish(first)

@@ -31,7 +31,7 @@ class ServeArgs:
     policy: Literal["auto", "lockstep", "depth"] = "auto"
     """How requests share calls; auto measures what a call costs with few and with many rows, and chooses."""
     max_num_seqs: int = 32
-    """Requests that are served at a time."""
+    """Texts in one round of the engine; while another request holds all of them, a new one begins beside it and they take turns."""
     cache_mb: int = 1024
     """Memory for keys and values."""
     max_queue: int = 256

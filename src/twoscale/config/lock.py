@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".lock"
+PATIENCE = 60.0  # seconds to wait for a lock that is held for moments only; a stopped process must not hold up a training run for ever
 
 
 def is_lock(path: Path) -> bool:
@@ -29,7 +31,7 @@ def is_lock(path: Path) -> bool:
 
 @contextlib.contextmanager
 def lock(folder: Path, name: str, wait: bool = False) -> Iterator[None]:
-    """Hold FOLDER/.NAME.lock. Where another process does: UserError that names it, or with `wait` until that is done."""
+    """Hold FOLDER/.NAME.lock. Where another process does: UserError that names it; with `wait` only after PATIENCE."""
     path = folder / f".{name}{SUFFIX}"
     held = _acquire(path, folder, name, wait)
     try:
@@ -45,6 +47,7 @@ def _acquire(path: Path, folder: Path, name: str, wait: bool) -> int | None:
     """The locked file; None where there is no lock to be had."""
     if fcntl is None:
         return None
+    until = time.monotonic() + (PATIENCE if wait else 0.0)
     while True:
         try:
             found = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -53,7 +56,7 @@ def _acquire(path: Path, folder: Path, name: str, wait: bool) -> int | None:
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror or error}") from None
         try:
-            fcntl.flock(found, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_at(found, path):  # removed by the process that held it before
                 os.close(found)
                 continue
@@ -63,6 +66,9 @@ def _acquire(path: Path, folder: Path, name: str, wait: bool) -> int | None:
         except BlockingIOError:
             holder = os.pread(found, 4096, 0)
             os.close(found)
+            if time.monotonic() < until:
+                time.sleep(0.05)
+                continue
             raise UserError(f"{folder} is in use by {_holder(holder, name)}: wait until that ends, or choose another folder") from None
         except OSError as error:
             os.close(found)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def tokenizer_error(error: BaseException, what: str) -> BaseException:
     return error
 
 
+def _matches_nothing(pattern: object) -> bool:
+    """Whether an expression may match between two characters; True where that cannot be told."""
+    text = pattern.get("Regex") if isinstance(pattern, dict) else None
+    if not isinstance(text, str) or len(text) > 1000:
+        return True
+    try:
+        return any(found.start() == found.end() for sample in ("", "a", " a1.") for found in re.finditer(text, sample))
+    except (re.error, RecursionError):
+        return True
+
+
 def expansion(settings: dict[str, Any]) -> int:
     """How many characters the steps of a pipeline's part may make of one, at most."""
     factor = 1
@@ -51,7 +63,10 @@ def expansion(settings: dict[str, Any]) -> int:
         if kind == "Replace":
             content, pattern = len(str(step.get("content", ""))), step.get("pattern")
             fixed = pattern.get("String", "") if isinstance(pattern, dict) else ""
-            factor *= max(1, -(-content // len(fixed))) if fixed else content + 1  # a regular expression may match between characters
+            if fixed:
+                factor *= max(1, -(-content // len(fixed)))
+            else:  # a regular expression may match between characters too
+                factor *= content + 1 if _matches_nothing(pattern) else max(1, content)
         elif kind == "Prepend":
             factor *= max(1, len(str(step.get("prepend", ""))))
         elif kind == "Precompiled":

@@ -2,8 +2,8 @@
 
 /* 64-bit sums of `count` tensors' bytes, for noticing that a weight has changed. A tensor is taken in pieces, and each piece in eight lanes of
  * words: h <- P(h) ^ word with a permutation P (a round of AES, or a rotation and an odd factor). That is a bijection of h for any word and
- * of the word for any h, so a change within one word always changes the piece's sum; the pieces' sums, which depend on their places, are
- * combined by xor. Reading the memory takes longer than the arithmetic. */
+ * of the word for any h, so a change within one word always changes its lane; lanes and pieces are then folded into 64 bits, where two contents meet
+ * with a probability of about 2^-64. The pieces' sums, which depend on their places, are combined by xor. Reading the memory takes longer than the arithmetic. */
 #define PIECE (1 << 18)
 #define LANES 8
 
@@ -64,5 +64,5 @@ void fingerprints(int threads, int count, const unsigned char *const *data, cons
     Weights a = {count, 0, data, bytes, sums};
     memset(sums, 0, count * sizeof *sums);
     for (int t = 0; t < count; t++) a.pieces += pieces_of(bytes[t]);
-    run(threads, fingerprints_task, &a, sizeof a);
+    RUN(threads, fingerprints_task, a);
 }

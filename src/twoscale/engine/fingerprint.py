@@ -1,8 +1,8 @@
 """A fingerprint of a model's weights: whether they are still what they were, however they may have been changed.
 
 torch's version counters do not answer that: a fused optimizer, `p.data`, NumPy views and inference-mode tensors change weights and leave
-the counters alone. So every byte is read: a change of any single weight always changes the fingerprint, and any other change goes
-unnoticed with a probability of about 2^-64 (2^-32 where there are no C kernels).
+the counters alone. So every byte is read, and a change goes unnoticed with a probability of about 2^-64 (2^-32 where
+there are no C kernels).
 """
 
 import ctypes

@@ -192,7 +192,7 @@ static void linear_task(const void *arguments, Member *me) {
 
 void linear(int threads, int n, int I, int O, const float *x, const float *w, float *y) {
     Linear a = {n, I, O, x, w, y};
-    run(threads, linear_task, &a, sizeof a);
+    RUN(threads, linear_task, a);
 }
 
 /* A block's sizes and weights; native.py has the same fields in the same order. */
@@ -397,7 +397,7 @@ static void attend_task(const void *arguments, Member *me) { attention(me, argum
 void attend(int threads, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row, long v_row,
             const Seen *seen, float *scores, float *out) {
     Attention a = {n, H, J, D, q, k, v, q_row, k_row, v_row, seen->longest, seen, scores, out};
-    run(threads, attend_task, &a, sizeof a);
+    RUN(threads, attend_task, a);
 }
 
 /* What a row wrote at `level` of keys and values (L, J, room, D) becomes what levels from .. to - 1 hold at its position. */
@@ -432,7 +432,7 @@ static void silu_task(const void *arguments, Member *me) {
 /* y = silu(x) for n rows of M, or silu(x[:M]) * x[M:] where x has 2 M columns; y may be x where it has M. */
 void silu(int threads, int n, int M, int gated, const float *x, float *y) {
     RowWise r = {.n = n, .C = M, .flag = gated, .x = x, .a = y};
-    run(threads, silu_task, &r, sizeof r);
+    RUN(threads, silu_task, r);
 }
 
 static void rms_norm_task(const void *arguments, Member *me) {
@@ -446,7 +446,7 @@ static void rms_norm_task(const void *arguments, Member *me) {
 /* y = RMSNorm(x) for n rows */
 void rms_norm(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
     RowWise r = {.n = n, .C = C, .x = x, .gain = gain, .eps = eps, .a = y};
-    run(threads, rms_norm_task, &r, sizeof r);
+    RUN(threads, rms_norm_task, r);
 }
 
 static void residual_norm_task(const void *arguments, Member *me) {
@@ -464,7 +464,7 @@ static void residual_norm_task(const void *arguments, Member *me) {
 /* Residual add and norm: out = n(x + y) or x + n(y), and where `next` is given, also y <- next(out), what the next branch reads. */
 void residual_norm(int threads, int n, int C, int on_sum, const float *x, float *y, const float *gain, const float *next, float eps, float *out) {
     RowWise r = {.n = n, .C = C, .flag = on_sum, .x = x, .gain = gain, .next = next, .eps = eps, .a = out, .b = y};
-    run(threads, residual_norm_task, &r, sizeof r);
+    RUN(threads, residual_norm_task, r);
 }
 
 /* One row of `measure`. */
@@ -501,7 +501,7 @@ static void measure_task(const void *arguments, Member *me) {
  * after - before; then `last` becomes the step. NaN in `last` gives NaN. */
 void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *numbers) {
     RowWise r = {.n = n, .C = C, .x = before, .y = after, .a = last, .b = numbers};
-    run(threads, measure_task, &r, sizeof r);
+    RUN(threads, measure_task, r);
 }
 
 /* A block on n rows; sizes are copied, because a task reads no other memory before its first claim. */
@@ -512,8 +512,6 @@ typedef struct {
     float *normed, *branch, *middle, *heads, *hidden, *out;
     Attention attention;
 } BlockRows;
-
-_Static_assert(sizeof(BlockRows) <= MAX_ARGUMENTS, "arguments of a task are copied");
 
 static void block_task(const void *arguments, Member *me) {
     const BlockRows *a = arguments;
@@ -568,5 +566,5 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
     BlockRows a = {.n = n, .C = C, .O = O, .A = A, .M = M, .U = U, .rotated = b->qk_bias || cos, .b = b, .x = x, .cos = cos, .sin = sin,
                    .qkv = b->qkv, .wo = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
                    .heads = heads, .hidden = hidden, .out = out, .attention = attention};
-    run(threads, block_task, &a, sizeof a);
+    RUN(threads, block_task, a);
 }

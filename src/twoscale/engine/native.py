@@ -44,7 +44,7 @@ PANEL = 16
 HUGE = 2 << 20
 SOURCES = ("team.c", "native.c", "sample.c", "fingerprint.c")  # one translation unit, in this order
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
-_SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3",)
+_SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3", "-DNDEBUG")
 FLAGS = (*_SPEED, *_CHECKS, "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread", "-w")
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long

@@ -83,6 +83,8 @@ class QuickLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.numel() // self.columns
+        if x.shape[-1] != self.columns:
+            raise ValueError(f"an input of width {x.shape[-1]} for a matrix of {self.columns} columns")
         if self.library is not None and n <= ROWS:
             x, at, y, at_y = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
             self.library.linear(threads_to_use(), n, self.columns, self.rows, at, self.place, at_y)

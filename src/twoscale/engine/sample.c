@@ -317,5 +317,5 @@ static void sample_task(const void *arguments, Member *me) {
 void sample(int threads, int n, int V, const float *logits, const float *temperature, const int32_t *top_k, const double *top_p, const double *u,
             float *work, int64_t *tokens, int32_t *finite) {
     Samples a = {n, V, logits, temperature, top_k, top_p, u, work, tokens, finite};
-    run(threads, sample_task, &a, sizeof a);
+    RUN(threads, sample_task, a);
 }

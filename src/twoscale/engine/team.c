@@ -12,6 +12,7 @@
  * number of the call that is open, and before its first claim a task reads nothing but its own copy of the arguments.
  */
 
+#include <assert.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -83,15 +84,14 @@ static int changed(const uint64_t *word, uint32_t call, uint32_t least) {
     return (uint32_t)(value >> 32) != call || (uint32_t)value >= least;
 }
 
-static void wait_for(const uint64_t *word, uint32_t call, uint32_t least) {
+static void wait_for(const uint64_t *word, uint32_t call, uint32_t least, int64_t spin) {
     if (changed(word, call, least)) return;
-    int64_t until = nanoseconds() + SPIN_NS;
-    do {
+    int64_t until = spin ? nanoseconds() + spin : 0;
+    while (spin && nanoseconds() < until)
         for (int i = 0; i < 32; i++) {
             relax();
             if (changed(word, call, least)) return;
         }
-    } while (nanoseconds() < until);
     pthread_mutex_lock(&team.lock);
     __atomic_add_fetch(&team.sleepers, 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST); /* with the fence in wake_all: either the change is seen here, or the sleeper there */
@@ -102,6 +102,7 @@ static void wait_for(const uint64_t *word, uint32_t call, uint32_t least) {
 
 /* Begins the next phase: `count` items, claimed `grab` at a time. */
 static inline Span phase(Member *me, int count, int grab) {
+    assert(me->phase < MAX_PHASES);
     me->phase++;
     return (Span){.count = count, .grab = me->parts == 1 ? count : grab > 0 ? grab : 1};
 }
@@ -127,7 +128,7 @@ static inline int settled(const Member *me, Span *s) {
     if (me->parts == 1) return 1;
     uint64_t *word = &team.phases[me->phase - 1].done;
     if (s->mine && (int)(uint32_t)__atomic_add_fetch(word, s->mine, __ATOMIC_ACQ_REL) == s->count) wake_all();
-    wait_for(word, me->call, s->count);
+    wait_for(word, me->call, s->count, SPIN_NS);
     return (uint32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) >> 32) == me->call;
 }
 
@@ -139,7 +140,7 @@ static void *work(void *number) {
     Member me = {.part = (int)(intptr_t)number};
     uint32_t seen = 0;
     for (;;) {
-        wait_for(&team.phases[0].next, seen, UINT32_MAX);
+        wait_for(&team.phases[0].next, seen, UINT32_MAX, me.part < me.parts ? SPIN_NS : 0); /* one that was not needed does not spin */
         seen = me.call = (uint32_t)(__atomic_load_n(&team.phases[0].next, __ATOMIC_ACQUIRE) >> 32);
         if (seen & 1) continue; /* odd: the next call is being written */
         Task task = __atomic_load_n(&team.task, __ATOMIC_ACQUIRE);
@@ -156,6 +157,7 @@ static void *work(void *number) {
 
 /* The child of a fork has no helpers. */
 static void forget_helpers(void) {
+    team.call += team.call & 1; /* another thread may have been about to open a call */
     team.workers = team.sleepers = 0;
     pthread_mutex_init(&team.owner, 0);
     pthread_mutex_init(&team.lock, 0);
@@ -182,7 +184,13 @@ static void start_helpers(int threads) {
     }
 }
 
-/* Runs a task of at least one phase with up to `threads` threads. */
+/* Runs a task of at least one phase with up to `threads` threads; its arguments are a struct. */
+#define RUN(threads, task, a)                                                                          \
+    do {                                                                                               \
+        _Static_assert(sizeof(a) <= MAX_ARGUMENTS, "arguments of a task are copied");                 \
+        run(threads, task, &a, sizeof a);                                                              \
+    } while (0)
+
 static void run(int threads, Task task, const void *arguments, size_t size) {
     Member me = {.part = 0, .parts = threads < 1 ? 1 : threads < MAX_THREADS ? threads : MAX_THREADS};
     if (me.parts == 1 || pthread_mutex_trylock(&team.owner)) {

@@ -68,7 +68,7 @@ def build(session: Session) -> gr.Blocks:
     answer = max(1, min(100, session.room - len(session.tokenizer.encode(PROMPT))))
     with gr.Blocks(title=f"{session.name} · twoscale", analytics_enabled=False) as page:
         gr.Markdown(
-            f"## RuleState **{session.name}** think\n{_count(size)} parameters · loop groups {', '.join(session.groups)} · "
+            f"## Watch **{session.name}** think\n{_count(size)} parameters · loop groups {', '.join(session.groups)} · "
             f"mean loops {c.mean_loops} · context {c.block_size} tokens. "
             f"Colours show how many loop steps each token took; click one to see why."
         )

@@ -103,7 +103,7 @@ DRAW = """
 const lighter = {'#000000': '#ffffff', '#440154': '#a374cf', '#414487': '#8088dd'};  // what would be lost on a dark page
 const dark = matchMedia('(prefers-color-scheme: dark)');
 const draw = () => {
-  const look = getComputedStyle(document.documentElement), pick = (name) => view.getPropertyValue(name).trim();
+  const look = getComputedStyle(document.documentElement), pick = (name) => look.getPropertyValue(name).trim();
   for (const source of document.querySelectorAll('script[data-for]')) {
     const text = dark.matches ? source.textContent.replace(/#(000000|440154|414487)/g, (c) => lighter[c]) : source.textContent;
     const figure = JSON.parse(text), layout = figure.layout;

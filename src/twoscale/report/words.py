@@ -154,6 +154,8 @@ def _default_words(found: Mapping[str, Any], mean_loops: int | None) -> str:
     if difference is None:
         return f"{default_depth(mean_loops).capitalize()} takes {mean_loops} steps."
     told = change(steps, mean_loops, "fewer", "more")
+    if found["clusters"]["report"] < FEWEST:
+        return f"Too little text to tell a difference in steps from {default_depth(mean_loops)}."
     if not told or _side(found, difference, "steps") == 0:
         return f"No difference in steps from {default_depth(mean_loops)}."
     return f"That is {told} steps than {default_depth(mean_loops)}."

@@ -248,6 +248,6 @@ class HTTPServer(uvicorn.Server):
 
     def _sweep(self) -> None:
         limits = self.connections.limits
-        self.connections.sweep(time.monotonic())
         every = min(1.0, limits.read_seconds / 4, limits.idle_seconds / 4, limits.write_seconds / 4)
-        asyncio.get_running_loop().call_later(every, self._sweep)
+        asyncio.get_running_loop().call_later(every, self._sweep)  # first: whatever happens below, the limits stay in force
+        self.connections.sweep(time.monotonic())

@@ -31,6 +31,7 @@ from twoscale.serve.logs import LOG
 from twoscale.serve.policies import Counters, Depth, Lockstep, Way
 
 Policy = Literal["lockstep", "depth"]
+FAILED = "the server has failed inside"
 
 
 class Scheduler:
@@ -98,15 +99,15 @@ class Scheduler:
             for g, (now, then) in enumerate(zip(engine.work, before, strict=True)):
                 self.counters.steps[g] += now - then
             self._extend(engine, came)
-        except Exception:  # whatever it was, it came of these settings or these requests: the others go on
+        except Exception as error:  # whatever it was, it came of these settings or these requests: the others go on
             LOG.exception("a round has failed")
             for job in kind:
                 if job in self.running:
-                    self._fail(job)
+                    self._fail(job, str(error) if isinstance(error, UserError) else FAILED)
         return True
 
-    def _fail(self, job: Job) -> None:
-        job.error, job.finish = "the server has failed inside", "error"
+    def _fail(self, job: Job, error: str = FAILED) -> None:
+        job.error, job.finish = error, "error"
         self._tell(job)
 
     def _extend(self, engine: Engine, came: Iterable[tuple[Job, Tensor, Tensor]]) -> None:

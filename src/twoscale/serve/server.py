@@ -217,7 +217,7 @@ class Server:
         tell("engine_seconds_total", "counter", "Seconds in the engine.", ("", c.engine_seconds))
         tell("calls_total", "counter", "Calls that rows shared.", ("", c.calls))
         tell("rows_total", "counter", "Rows in all calls.", ("", c.rows))
-        tell("batch_fill", "gauge", "Requests that are being served, as a share of those that may be.", ("", len(s.running) / s.rows))
+        tell("batch_fill", "gauge", "Texts of a round, as a share of those that it may have.", ("", min(1.0, len(s.running) / s.rows)))
         tell("cache_bytes", "gauge", "Bytes of keys and values that are promised.", ("", s.held))
         tell("cache_bytes_limit", "gauge", "Bytes that may be promised.", ("", s.cache_bytes))
         steps = [(f'{{group="{g}"}}', n) for g, n in enumerate(c.steps)]
