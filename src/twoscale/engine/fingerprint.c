@@ -4,7 +4,7 @@
  * words: h <- P(h) ^ word with a permutation P (a round of AES, or a rotation and an odd factor). That is a bijection of h for any word and
  * of the word for any h, so a change within one word always changes its lane; lanes and pieces are then folded into 64 bits, where two contents meet
  * with a probability of about 2^-64. The pieces' sums, which depend on their places, are combined by xor. Reading the memory takes longer than the arithmetic. */
-#define PIECE (1 << 18)
+#define PIECE (1 << 20)
 #define LANES 8
 
 static inline uint64_t blend(uint64_t h, uint64_t word) { return ((h << 29 | h >> 35) * 0x9E3779B97F4A7C15u) ^ word; }
