@@ -51,8 +51,9 @@ def test_ties_go_to_the_fixed_depth() -> None:
     tie = a_point("step-norm:1.0", (3.7, 3.9, 4.1), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, tie))
     assert head.startswith(
-        "Use fixed:4: 4.00 [3.80, 4.20] ms a token, 4.0 steps (67 % less than the default of 12 loops: 12.0 [11.9, 12.1]"
+        "Use fixed:4: 4.00 [3.80, 4.20] ms a token, 4.0 steps (67 % less time than the default of 12 loops: 12.0 [11.9, 12.1]"
     )
+    assert head.endswith(" tokens.") and "settings whose CE rises by no more than 0.01 nats" in words
     assert "The best rule of the same quality is step-norm:1.0: 3.90 [3.70, 4.10] ms" in words and "cannot be told apart" in words
     quicker = a_point("step-norm:1.0", (3.5, 3.6, 3.79), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, quicker))
@@ -77,7 +78,11 @@ def test_ties_with_the_default() -> None:
     assert head.startswith("Use fixed:12: 12.0 [11.9, 12.1] ms a token, 12.0 steps (the default of 12 loops)") and "told apart" in words
     assert recommend(a_sweep(near | {"ms_high": 11.8}, rule))[0].startswith("Use fixed:10")
     head, words = recommend(a_sweep(near, rule | {"ms_high": 11.8}))
-    assert head.startswith("Use fixed:10") and "(no difference from the default" in head and "the two cannot be told apart" in words
+    assert (
+        head.startswith("Use fixed:10")
+        and "(no measurable difference in time from the default" in head
+        and "the two cannot be told apart" in words
+    )
 
 
 def test_rules_that_lose_quality_are_not_recommended() -> None:
@@ -116,18 +121,18 @@ def test_savings_name_the_default() -> None:
     def told(ms: tuple[float, float, float]) -> str:
         return saving(a_point("kl:1", ms, 8.0), DEFAULT, "the default of 12 loops", "ms")
 
-    assert "(50 % less than the default of 12 loops: 12.0 [11.9, 12.1] ms a token)" in told((5.9, 6.0, 6.1))
-    assert "(25 % more than the default of 12 loops: " in told((14.0, 15.0, 16.0))
-    assert "(no difference from the default of 12 loops: " in told((10.0, 11.0, 11.95))
+    assert "(50 % less time than the default of 12 loops: 12.0 [11.9, 12.1] ms a token)" in told((5.9, 6.0, 6.1))
+    assert "(25 % more time than the default of 12 loops: " in told((14.0, 15.0, 16.0))
+    assert "(no measurable difference in time from the default of 12 loops: " in told((10.0, 11.0, 11.95))
     assert saving(DEFAULT, DEFAULT, "the default of 12 loops", "ms") == "12.0 [11.9, 12.1] ms a token, 12.0 steps (the default of 12 loops)"
     assert below(FULL, DEFAULT, "ms") is False and below(DEFAULT, FULL, "ms") is True
     assert recommend(a_sweep())[0].startswith("Use fixed:12: 12.0 [11.9, 12.1] ms a token, 12.0 steps (the default of 12 loops), dCE")
     fixed = a_point("fixed:4", (3.8, 4.0, 4.2), 4.0)
-    assert "87 % less than all 30 loops (the default of 7 loops was not swept)" in recommend(a_sweep(fixed, mean_loops=7))[0]
-    assert "87 % less than all 30 loops: " in recommend(a_sweep(fixed, mean_loops=None))[0]
-    assert "87 % less than the default of 30 loops: " in recommend(a_sweep(fixed, mean_loops=30))[0]
+    assert "87 % less time than all 30 loops (the default of 7 loops was not swept)" in recommend(a_sweep(fixed, mean_loops=7))[0]
+    assert "87 % less time than all 30 loops: " in recommend(a_sweep(fixed, mean_loops=None))[0]
+    assert "87 % less time than the default of 30 loops: " in recommend(a_sweep(fixed, mean_loops=30))[0]
     slow = Sweep(HEADER, [FULL, a_point("fixed:12", (3.0, 3.1, 3.2), 12.0, 0.3), a_point("kl:1", (14.0, 15.0, 16.0), 20.0)], 3)
-    assert "(384 % more than the default of 12 loops: " in recommend(slow)[0], "a quick default that loses quality"
+    assert "(384 % more time than the default of 12 loops: " in recommend(slow)[0], "a quick default that loses quality"
     assert "The default of 12 loops may cost more than 0.01 nats: dCE +0.3000 [+0.2990, +0.3010]." in recommend(slow)[1]
     assert "may cost more" not in recommend(a_sweep(fixed))[1]
 

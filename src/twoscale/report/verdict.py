@@ -10,6 +10,7 @@ from twoscale.tradeoff.summary import ORACLES, Sweep
 __all__ = ["BASELINES", "FLAT", "best", "judge_exits", "recommend", "rise", "signed"]
 
 FLAT = 0.01  # nats: a rise of CE that is called none
+ROUGH = 8  # documents (or pieces, or windows); an interval over fewer is called rough
 ROUNDS = 3  # of timing; fewer tell nothing on how much times vary
 FIXED = ("full", "fixed", "fixed-one")
 BASELINES = (*FIXED, "random")
@@ -69,7 +70,8 @@ def _kl(sweep: Sweep) -> Claim:
         outcome = "refuted"
     measured = (
         f"{ratio:.2f} [{low:.2f}, {high:.2f}] times what {there['mean_steps']:.1f} steps take without a rule "
-        f"({there['flops_looks'] / there['flops']:.0%} of its FLOPs are looks); largest dCE {rise(worst)} at tau = {worst['setting']:g}"
+        f"({there['flops_looks'] / there['flops']:.0%} of its FLOPs are looks); "
+        f"highest upper end of dCE {signed(worst['dce_high'])}, at tau = {worst['setting']:g}"
     )
     return Claim("f", text, rule, measured, outcome)
 
@@ -163,11 +165,11 @@ def saving(point: Point, base: Point, against: str, cost: str) -> str:
     if point is base:
         return f"{told} ({against})"
     less, more = below(point, base, cost), below(base, point, cost)
-    words = change(point[cost], base[cost]) if less or more else ""
+    words, what = change(point[cost], base[cost]) if less or more else "", "time" if cost == "ms" else "FLOPs"
     return (
-        f"{told} ({words} than {against}: {cost_words(base, cost)})"
+        f"{told} ({words} {what} than {against}: {cost_words(base, cost)})"
         if words
-        else f"{told} (no difference from {against}: {cost_words(base, cost)})"
+        else f"{told} (no measurable difference in {what} from {against}: {cost_words(base, cost)})"
     )
 
 
@@ -189,7 +191,10 @@ def recommend(sweep: Sweep, calibration: dict[str, Any] | None = None) -> tuple[
     def told(p: Point) -> str:
         return f"{name_of(p, loops)}: {saving(p, base, against, cost)}, dCE {rise(p)} nats against all {loops} loops"
 
-    words = [f"For this model use {told(pick)}.", _rivals(sweep, pick, rule, fixed, cost, told)]
+    words = [
+        f"For this model use {told(pick)}. Compared are settings whose CE rises by no more than {FLAT} nats, by the whole interval.",
+        _rivals(sweep, pick, rule, fixed, cost, told),
+    ]
     if cost == "flops":
         few = sweep.rounds < ROUNDS
         why = f"Times need {ROUNDS} rounds and this sweep has {sweep.rounds}" if few else "Not every point was timed"
@@ -197,6 +202,8 @@ def recommend(sweep: Sweep, calibration: dict[str, Any] | None = None) -> tuple[
     if base["dce_high"] > FLAT:
         words.append(f"{against[:1].upper()}{against[1:]} may cost more than {FLAT} nats: dCE {rise(base)}.")
     words += [_oracle(sweep), f"Measured on {sweep_text(sweep.header)}."]
+    if (clusters := sweep.header.get("clusters", ROUGH)) < ROUGH:
+        words.append(f"Intervals over {clusters} of them are rough.")
     words.append(
         "The choice was made on the text that it is reported on, among many settings, so expect a little less; `twoscale calibrate` "
         "certifies a setting on text of its own."
@@ -205,7 +212,7 @@ def recommend(sweep: Sweep, calibration: dict[str, Any] | None = None) -> tuple[
         goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in calibration["goal"].items())
         words.append(f"Calibrated thresholds of {calibration['rule']} ({goal}).")
         words += calibration_sentences(calibration, sweep.header.get("mean_loops"))
-    return f"Use {told(pick)}.", " ".join(filter(None, words))
+    return f"Use {told(pick)}, on {sweep.header['tokens']:,} tokens.", " ".join(filter(None, words))
 
 
 def _best_rule(sweep: Sweep, fixed: Point, cost: str) -> Point | None:

@@ -214,7 +214,8 @@ class Calibration:
     def _certify(self, path: list[Setting], limit: float, words: str) -> list[Certified]:
         tested = fixed_sequence(path, self._bound, limit)
         passed = sum(c.passed for c in tested)
-        self.say(f"certify, {words}: {passed} of {len(path)} settings keep the rise below {limit:g} nats")
+        rest = "" if passed == len(path) else ", the next one did not, and the rest were not tested"
+        self.say(f"certify, {words}: the first {passed} of {len(path)} settings keep the rise below {limit:g} nats{rest}")
         return tested
 
     def _meets(self, path: list[Setting], goal: Goal, must: bool) -> list[Certified]:
