@@ -19,6 +19,7 @@ from twoscale.report.words import (
     sweep_text,
     text_words,
 )
+from twoscale.tradeoff.calibrate import certified_words
 from twoscale.tradeoff.summary import Sweep, read_calibration, read_sweep
 
 HEADER = {"loops": 30, "mean_loops": 12, "checkpoint": "step-1", "groups": 1, "tokens": 6144, "clusters": 23, "by": "pieces"}
@@ -371,3 +372,11 @@ def test_an_older_sweep(tmp_path: Path) -> None:
     assert old is not None and new is not None and old.header["mean_loops"] == 12 and new.header["mean_loops"] == 5
     plain = read_sweep(tmp_path / "sweep.jsonl")
     assert plain is not None and "mean_loops" not in plain.header
+
+
+def test_how_far_settings_were_certified() -> None:
+    """All passed, all but the last, or stopped in between: each is said as it was."""
+    lead = "settings keep the rise below 0.005 nats"
+    assert certified_words(10, 10, 0.005) == f"the first 10 of 10 {lead}"
+    assert certified_words(9, 10, 0.005) == f"the first 9 of 10 {lead}; the last one does not"
+    assert certified_words(7, 10, 0.005) == f"the first 7 of 10 {lead}; the next one does not, and 2 were not tested"

@@ -21,7 +21,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
             f.flush()
             os.fsync(f.fileno())
         os.replace(aside, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -35,9 +35,9 @@ def write_json(path: Path, value: Any) -> None:
         f.write((json.dumps(value, indent=1) + "\n").encode())
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a rename in that folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk: a rename then survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.cpu import usable_cores
+from twoscale.config.files import sync
 
 SANITIZE = os.environ.get("TWOSCALE_SANITIZE", "0") not in ("", "0")
 """Whether the kernels are built with AddressSanitizer and UndefinedBehaviorSanitizer, as `make sanitize` does; the process must then have
@@ -247,19 +248,10 @@ def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
             raise OSError(f"the kernels did not compile: {error} {said}".strip()) from None
         data = built.read_bytes()
         library = folder / f"native-{key}-{len(data)}-{hashlib.sha256(data).hexdigest()}.so"
-        _sync(built)
+        sync(built)
         os.replace(built, library)
-        _sync(folder)
+        sync(folder)
         return library
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _call(*words: str) -> None:

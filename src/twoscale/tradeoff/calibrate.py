@@ -113,6 +113,13 @@ def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[
     return path
 
 
+def certified_words(passed: int, settings: int, limit: float) -> str:
+    """How far a fixed sequence of settings was tested: it stops at the first one that fails."""
+    left = settings - passed - 1
+    rest = f"; the next one does not, and {left} were not tested" if left > 0 else "; the last one does not" if left == 0 else ""
+    return f"the first {passed} of {settings} settings keep the rise below {limit:g} nats{rest}"
+
+
 class Calibration:
     """One rule, one model, three parts of text."""
 
@@ -214,8 +221,7 @@ class Calibration:
     def _certify(self, path: list[Setting], limit: float, words: str) -> list[Certified]:
         tested = fixed_sequence(path, self._bound, limit)
         passed = sum(c.passed for c in tested)
-        rest = "" if passed == len(path) else ", the next one did not, and the rest were not tested"
-        self.say(f"certify, {words}: the first {passed} of {len(path)} settings keep the rise below {limit:g} nats{rest}")
+        self.say(f"certify, {words}: {certified_words(passed, len(path), limit)}")
         return tested
 
     def _meets(self, path: list[Setting], goal: Goal, must: bool) -> list[Certified]:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from twoscale.config import ModelConfig, RunConfig, UserError
-from twoscale.config.files import make_folder, sync_folder, write_json
+from twoscale.config.files import make_folder, sync, write_json
 from twoscale.config.run_file import CONFIG as CONFIG, load_config as load_config, save_config as save_config
 from twoscale.config.serial import from_dict, read_json, to_dict
 from twoscale.data import Tokenizer
@@ -86,7 +86,7 @@ def save_checkpoint(
         if final.exists():
             shutil.rmtree(final)
         os.rename(aside, final)
-        sync_folder(root)
+        sync(root)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write the checkpoint {final}: {error}") from error
     finally:
