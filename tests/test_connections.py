@@ -82,7 +82,7 @@ def answer(sock: socket.socket) -> bytes:
 def test_slow_senders(loaded, data: bytes) -> None:  # type: ignore[no-untyped-def]
     """A request of which a part does not come in time is answered with 408 and its connection closed, also if bytes keep trickling in."""
     with (
-        serving(loaded, read_seconds=0.5, idle_seconds=60.0) as (address, _),
+        serving(loaded, read_timeout=0.5, idle_timeout=60.0) as (address, _),
         half_open(address.removeprefix("http://"), 1, data) as (sock,),
     ):
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def test_slow_senders(loaded, data: bytes) -> None:  # type: ignore[no-untyped-d
 
 def test_idle_connections(loaded) -> None:  # type: ignore[no-untyped-def]
     """Requests share a connection, also when two are sent at once; without a request it is closed after a while."""
-    with serving(loaded, idle_seconds=0.4) as (address, _), half_open(address.removeprefix("http://"), 1, 2 * (HEAD + ASK)) as (sock,):
+    with serving(loaded, idle_timeout=0.4) as (address, _), half_open(address.removeprefix("http://"), 1, 2 * (HEAD + ASK)) as (sock,):
         found = answer(sock)
         assert found.count(b"200 OK") == 2 and b"408" not in found
 
@@ -126,7 +126,7 @@ def test_slow_readers(loaded) -> None:  # type: ignore[no-untyped-def]
     body = json.dumps(
         {"prompt": ["the loop turns"] * 16, "n": 4, "max_tokens": 60, "logprobs": 5, "stream": True, "temperature": 1}
     ).encode()
-    with serving(loaded, write_seconds=0.5, rows=64) as (address, server):
+    with serving(loaded, write_timeout=0.5, max_num_seqs=64) as (address, server):
         name, port = address.removeprefix("http://").split(":")
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -14,14 +14,14 @@ from conftest import CommandLine, nano_run, small_model
 from test_model import loud
 from twoscale import UserError, exits
 from twoscale.engine.cache import bytes_per_token
-from twoscale.engine.native import native
+from twoscale.engine.kernels.library import native
 from twoscale.train import start_run
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 9, [60]]
 
 
 @pytest.mark.parametrize("rule", [None, exits.Acceleration(3.0), exits.KL(0.05), exits.KL(0.05, read="coda")], ids=str)
-@pytest.mark.parametrize("kernels", ["auto", "plain"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_greedy(rule: exits.Rule | None, kernels: str) -> None:
     """Greedy tokens and their steps are those of a parallel pass over the finished text; a text is the same alone."""
     model = loud(small_model(), scale=0.1)
@@ -49,7 +49,7 @@ def test_packed_weights() -> None:
     """At a width where packing pays, packed and plain operators agree, for one row and for several."""
     model = loud(small_model(n_embd=512, n_head=8, n_layer=3, groups=((1,),)), scale=0.02)
     outs = [twoscale.forward(model, [[1, 2, 3, 4], [5]], exit=exits.Fixed(3)).logits]
-    outs += [torch.tensor(twoscale.generate(model, [[1, 2, 3, 4], [5]], 6, kernels=k).tokens) for k in ("packed", "plain", "auto")]
+    outs += [torch.tensor(twoscale.generate(model, [[1, 2, 3, 4], [5]], 6, kernels=k).tokens) for k in ("packed", "torch", "auto")]
     assert torch.equal(outs[1], outs[2]) and torch.equal(outs[2], outs[3])
     assert torch.allclose(outs[0], twoscale.forward(model, [[1, 2, 3, 4], [5]], loops=3).logits, atol=1e-4)
 
@@ -58,11 +58,11 @@ def test_a_row_to_the_bit() -> None:
     """With the C kernels, a row's tokens' states do not depend on the rows beside it, to the bit."""
     if native() is None:
         pytest.skip("no C compiler on this machine")
-    from twoscale.engine import Engine
+    from twoscale.engine import Engine, loop_params
 
     model = loud(small_model())
-    engine = Engine(model, loops=6)
-    crowd, alone = [engine.open(4) for _ in range(7)], engine.open(4)
+    engine, params = Engine(model), loop_params(model, loops=6)
+    crowd, alone = [engine.open(4, params) for _ in range(7)], engine.open(4, params)
     for token in (5, 9, 2, 33):
         x, _ = engine.run([(b, cache, [token if b == 3 else b]) for b, cache in enumerate(crowd)])
         y, _ = engine.run([(0, alone, [token])])
@@ -73,7 +73,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     """Where there is no compiler, or the kernels are turned off, the same text is written by torch's operators."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import twoscale\nfrom conftest import small_model\nfrom test_model import loud\nfrom twoscale.engine.native import native\n"
+        "import twoscale\nfrom conftest import small_model\nfrom test_model import loud\nfrom twoscale.engine.kernels.library import native\n"
         "print(native() is None, twoscale.generate(loud(small_model()), [[1, 2, 3]], 8).tokens)\n"
     )
     here = str(Path(__file__).parent)
@@ -190,7 +190,7 @@ def test_bad_input(call, words: str) -> None:  # type: ignore[no-untyped-def]
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "plain"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_nan_weights(kernels: str) -> None:
     """NaN in any weight is said, by forward and by generate, with and without a rule."""
     for name in ("wte.weight", "stages.1.blocks.0.mlp.up.weight", "stages.2.adapter.weight", "stages.0.blocks.0.norm1.weight"):

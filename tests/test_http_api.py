@@ -171,7 +171,7 @@ def test_malformed(api, name: str) -> None:  # type: ignore[no-untyped-def]
 def test_limits(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """Large bodies, a full queue, a request that takes too long, a wrong key."""
     assert post(api[0], b" " * 30_000)[0] == 413
-    with serving(loaded, key="secret", queue=1, rows=1, seconds=0.2) as (address, server):
+    with serving(loaded, key="secret", max_queue=1, max_num_seqs=1, timeout=0.2) as (address, server):
         assert post(address, b'{"prompt": "a"}')[0] == 401
         assert post(address, b'{"prompt": "a"}', {"Authorization": "Bearer wrong"})[0] == 401
         mine = {"Authorization": "Bearer secret"}
@@ -190,7 +190,7 @@ def test_limits(loaded, api) -> None:  # type: ignore[no-untyped-def]
 
 def test_time_limit(loaded) -> None:  # type: ignore[no-untyped-def]
     """When the time is up the answer ends with what there is and says so, streamed or whole; without one token it is 504."""
-    with serving(loaded, rows=1, seconds=1.0) as (address, server):
+    with serving(loaded, max_num_seqs=1, timeout=1.0) as (address, server):
         scheduler = server.worker.scheduler  # type: ignore[attr-defined]
         step = scheduler.step
         scheduler.step = lambda: time.sleep(0.04) or step()
@@ -283,7 +283,7 @@ def test_key(loaded) -> None:  # type: ignore[no-untyped-def]
 def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
     """Whoever hangs up, streaming or waiting, is cancelled within a token; the others get all of theirs."""
     model, tokenizer = loaded
-    with serving(loaded, rows=4) as (address, server):
+    with serving(loaded, max_num_seqs=4) as (address, server):
         scheduler = server.worker.scheduler  # type: ignore[attr-defined]
         step = scheduler.step
         scheduler.step = lambda: time.sleep(0.02) or step()

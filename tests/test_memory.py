@@ -15,8 +15,8 @@ import torch
 import twoscale
 from conftest import small_model
 from test_model import loud
-from twoscale.engine import Engine, cache, loop
-from twoscale.engine.native import _whole, input_and_output, native, pointer, row_pointer
+from twoscale.engine import Engine, cache, engine as engine_module, loop_params
+from twoscale.engine.kernels.library import _whole, input_and_output, native, pointer, row_pointer
 from twoscale.engine.rows import Rows, part_of
 
 HERE = Path(__file__).parent
@@ -114,19 +114,19 @@ def test_row_pointer() -> None:
 
 def test_position_outside_the_cache() -> None:
     """Rows whose positions lie outside their cache never reach a kernel."""
-    engine = Engine(loud(small_model()), loops=2)
-    cache = engine.open(3)
-    rows = Rows([part_of(0, cache, 3, 1)], torch.tensor([[3], [0], [0]]), engine.library)
+    engine = Engine(loud(small_model()))
+    cache = engine.open(3, loop_params(engine.model, loops=2))
+    rows = Rows([part_of(0, cache, 3, 1)], torch.tensor([[3], [0]]), engine.kernels)
     with pytest.raises(IndexError, match="position 3 lies outside a cache for 3 tokens"):
-        engine.plain(0, engine.model.embed(rows.tokens, rows.positions), None, rows)
+        engine.plain(0, engine.embed(rows), rows)
 
 
 def test_half_precision_model() -> None:
     """A model in bf16 decodes on torch's operators, with states, keys and values in bf16."""
     model = loud(small_model(), scale=0.1).bfloat16()
-    engine = Engine(model, loops=3)
-    assert engine.library is None and engine.open(4).layers[0].keys.dtype == torch.bfloat16
-    assert twoscale.generate(model, [[1, 2, 3]], 4).tokens == twoscale.generate(model, [[1, 2, 3]], 4, kernels="plain").tokens
+    engine = Engine(model)
+    assert engine.kernels.name == "torch" and engine.open(4, loop_params(model)).layers[0].keys.dtype == torch.bfloat16
+    assert twoscale.generate(model, [[1, 2, 3]], 4).tokens == twoscale.generate(model, [[1, 2, 3]], 4, kernels="torch").tokens
 
 
 def at_once(work: Callable[[int], object], n: int = 4) -> list[object]:
@@ -145,17 +145,18 @@ FIRST_USE = """
 import time
 from collections import Counter
 from test_memory import at_once
-from twoscale.engine import quick
+from twoscale.engine.kernels import native
+from twoscale.engine.kernels.library import native as library
 
-if quick.native() is not None:
-    panels, packed = quick.panels, Counter()
+if library() is not None:
+    panels, packed = native.panels, Counter()
 
     def slow_panels(weight):
         packed[weight.data_ptr()] += 1
         time.sleep(0.005)  # the others get here meanwhile, if they may
         return panels(weight)
 
-    quick.panels = slow_panels
+    native.panels = slow_panels
     model = loud(small_model(), scale=0.1)
     found = at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8).tokens)
     assert max(packed.values()) == 1, packed
@@ -179,7 +180,7 @@ def test_seeds_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__setitem__(key, value)
             time.sleep(0.01)
 
-    monkeypatch.setattr(loop, "_TABLES", Slow())
+    monkeypatch.setattr(engine_module, "_TABLES", Slow())
     want = [twoscale.generate(model, [[1, 2, 3]], 8, seed=i).tokens for i in range(4)]
     for _ in range(3):
         assert at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8, seed=i).tokens) == want
@@ -195,7 +196,7 @@ def test_library_by_threads() -> None:
 
 KERNELS = """
 from pathlib import Path
-from twoscale.engine.native import native
+from twoscale.engine.kernels.library import native
 model = loud(small_model(), scale=0.1)
 print(native() is not None, twoscale.generate(model, [[1, 2, 3]], 8).tokens)
 """

@@ -14,10 +14,10 @@ from importlib import resources
 from statistics import median
 from typing import Any
 
-from twoscale.bench.serve import LOOPS, Drawn, Load
+from twoscale.bench.serve import MAX_STEPS, Drawn, Load
 from twoscale.config import UserError
+from twoscale.engine import Scheduler
 from twoscale.model import LoopedGPT
-from twoscale.serve.scheduler import Scheduler
 
 CONNECTIONS = 1000
 EACH = 4  # requests of a client in one pass
@@ -74,10 +74,10 @@ def bench_attack(
     from twoscale.serve.server import Server
 
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
-    scheduler = Scheduler(model, "lockstep", rows=max(2, 2 * load.clients))
-    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, LOOPS), limits=Limits(seconds=SECONDS))
-    jobs = itertools.islice(load.jobs(model, None), EACH * load.clients)
-    asks = [{"prompt": job.prompt, "max_tokens": job.most, "temperature": 0} for job in jobs]
+    scheduler = Scheduler(model, "lockstep", max_num_seqs=max(2, 2 * load.clients))
+    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=SECONDS))
+    requests = itertools.islice(load.requests(model, None), EACH * load.clients)
+    asks = [{"prompt": r.prompt, "max_tokens": r.sampling.max_new_tokens, "temperature": 0} for r in requests]
     quiet: list[list[float]] = []
     attacked: list[list[float]] = []
     more = 0

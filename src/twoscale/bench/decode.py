@@ -7,6 +7,7 @@ Shapes: N rows, C width.
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,9 +18,11 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.bench.timing import interleaved, timed
 from twoscale.config import ModelConfig
-from twoscale.engine import Engine, Loop, forward
+from twoscale.engine import Engine, Loop, forward, loop_params
 from twoscale.engine.cache import Cache, bytes_per_token
-from twoscale.engine.quick import Kernels, can_pack, pack, packed_linear
+from twoscale.engine.kernels import KernelName, Kernels
+from twoscale.engine.kernels.packed import can_pack, pack, packed_linear
+from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows, part_of
 from twoscale.exits import Exit, Rule, StepView
 from twoscale.exits.rule import Numbers
@@ -65,12 +68,13 @@ class Steps:
         batch: int,
         context: int,
         loops: int,
-        kernels: Kernels = "auto",
+        kernels: KernelName = "auto",
         exit: Exit | None = None,
         caches: list[Cache] | None = None,
     ) -> None:
-        self.engine = Engine(model, loops=loops, exit=exit, kernels=kernels)
-        self.caches = [filled(self.engine, context) for _ in range(batch)] if caches is None else caches[:batch]
+        self.engine, params = Engine(model, kernels=kernels), loop_params(model, loops=loops, exit=exit)
+        self.caches = [filled(self.engine, context, params) for _ in range(batch)] if caches is None else caches[:batch]
+        self.caches = [replaced(cache, params, self.engine.kernels) for cache in self.caches]
         self.context, self.loops = context, loops
         self.e = torch.randn(batch, model.config.n_embd)
 
@@ -80,12 +84,13 @@ class Steps:
         for stage, module in enumerate(self.engine.model.stages):
             if isinstance(module, LoopGroup):
                 parts = [part_of(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
-                places = torch.arange(len(parts))
+                tokens = torch.arange(len(parts))
                 loop = Loop(self.engine, stage)
-                loop.admit(Rows(parts, torch.stack((torch.full_like(places, self.context), places, places)), self.engine.library), self.e)
+                loop.admit(Rows(parts, torch.stack((torch.full_like(tokens, self.context), tokens)), self.engine.kernels), self.e)
                 if looks is not None:
-                    assert loop.rule_state is not None
-                    loop.rule_state.update = _noted(loop.rule_state.update, looks)  # type: ignore[method-assign]
+                    state = loop.rules.segments[0].state
+                    assert state is not None
+                    state.update = _noted(state.update, looks)  # type: ignore[method-assign]
                 while len(loop):
                     loop.advance()
 
@@ -95,18 +100,28 @@ class Steps:
         x, _ = self.engine.run([(b, cache, [b]) for b, cache in enumerate(self.caches, start=first)])
         self.engine.model.head(x).argmax(dim=-1).tolist()
         for cache in self.caches:
-            cache.length = self.context
+            cache.rewind(self.context)
 
 
-def filled(engine: Engine, context: int) -> Cache:
+def filled(engine: Engine, context: int, params: LoopParams) -> Cache:
     """A cache of `context` tokens, every level in place."""
-    cache = engine.open(context + 1)
-    cache.length = context
+    cache = engine.open(context + 1, params)
+    cache.extend(context)
     for layer in cache.layers:
-        layer.open_level(layer.most, context)
+        layer.open_level(layer.max_levels, context)
         layer.keys.normal_()
         layer.values.normal_()
     return cache
+
+
+def replaced(cache: Cache, params: LoopParams, kernels: Kernels) -> Cache:
+    """The same memory, for a request with other parameters and other kernels."""
+    new = copy(cache)
+    new.params, new.layers = params, [copy(layer) for layer in cache.layers]
+    for layer in new.layers:
+        layer.kernels = kernels
+        layer.locate()
+    return new
 
 
 def floor(model: LoopedGPT, batch: int, loops: int) -> Callable[[], None]:
@@ -144,14 +159,14 @@ class StepBench:
 
 def bench_steps(model: LoopedGPT, batch: int, context: int, loops: int, repeats: int) -> StepBench:
     ours = Steps(model, batch, context, loops)
-    others = {k: Steps(model, batch, context, loops, k, caches=ours.caches) for k in ("packed", "plain")}  # type: ignore[arg-type]
+    others = {k: Steps(model, batch, context, loops, k, caches=ours.caches) for k in ("packed", "torch")}  # type: ignore[arg-type]
     steps = {"auto": ours, **others}
     works: dict[str, Callable[[], object]] = {k: s.loop for k, s in steps.items()}
     if can_pack():
         works["floor"] = floor(model, batch, loops)
     seconds = interleaved(works, repeats)
     each = {k: s / (loops * model.config.n_groups) for k, s in seconds.items()}
-    return StepBench(batch, context, each["auto"], each["packed"], each["plain"], each.get("floor"))
+    return StepBench(batch, context, each["auto"], each["packed"], each["torch"], each.get("floor"))
 
 
 def bench_rules(model: LoopedGPT, rules: Sequence[Rule], context: int, loops: int, repeats: int) -> dict[str, float]:
@@ -245,6 +260,6 @@ def bench_token(model: LoopedGPT, context: int, loops: int, repeats: int) -> flo
 
 def cache_table(config: ModelConfig, loops: int) -> dict[str, int]:
     """Bytes a token for each kind of cache; the first is a plain GPT of as many layers."""
-    counts = config.loops_for(loops)
+    counts, rules = config.loops_for(loops), (None,) * config.n_groups
     plain = config.n_layer * 2 * config.kv_heads * config.head_dim * 4
-    return {"plain GPT": plain, **{kv: bytes_per_token(config, counts, kv) for kv in ("last", "ring:4", "exact")}}
+    return {"plain GPT": plain, **{kv: bytes_per_token(config, LoopParams(rules, counts, kv)) for kv in ("last", "ring:4", "exact")}}

@@ -164,7 +164,7 @@ def _sampling(args: BenchDecodeArgs) -> int:
 def _decode(args: BenchDecodeArgs) -> int:
     from twoscale import exits
     from twoscale.bench import decode as b
-    from twoscale.engine.native import native
+    from twoscale.engine.kernels.library import native
     from twoscale.model import LoopedGPT
 
     config = presets.get(args.preset).model
@@ -242,7 +242,7 @@ def _serve(args: BenchServeArgs) -> int:
         print("\n".join(attack.words(attack.bench_attack(model, load, byte_tokenizer(), args.rounds, say))))
         return 0
     spread = f"prompts of {args.prompt[0]} to {args.prompt[1]} tokens, answers of {args.new[0]} to {args.new[1]}"
-    print(f"preset {args.preset}, {args.clients} clients, {spread}, {serve.LEAST} to {serve.LOOPS} steps a group")
+    print(f"preset {args.preset}, {args.clients} clients, {spread}, {serve.MIN_STEPS} to {serve.MAX_STEPS} steps a group")
     found = serve.bench_serve(model, load, byte_tokenizer(), args.rounds, say)
     for name, results in found.items():
         print(f"{name:<34}{serve.words(results)}")

@@ -227,7 +227,7 @@ class RuleState:
         rule, numbers = self.rule, None
         if self.meter is not None:
             if self.first:
-                self.last, self.first = torch.full_like(before, math.nan), False
+                self.last, self.first = torch.full_like(before, math.nan, dtype=torch.float32), False
             numbers = self.meter(before, after, self.last)
         view = StepView(group, rows, before, after, self.last, read, numbers)
         passed = rule.passes(rule.measure(view))

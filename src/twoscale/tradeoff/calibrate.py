@@ -229,7 +229,7 @@ class Calibration:
         list if there need not be one."""
         if goal.ms is not None:
             timer = LatencyTimer(self.model, {REFERENCE: None, **{str(i): dict(s) for i, s in enumerate(path)}}, self.loops, self.texts.fit)
-            rounds = [timer.round(r, list(timer.engines)) for r in range(4)][1:]
+            rounds = [timer.round(r, list(timer.params)) for r in range(4)][1:]
             costs = [float(np.median([r[str(i)] for r in rounds])) for i in range(len(path))]
             limit, unit = goal.ms, "ms a token"
         else:

@@ -1,0 +1,91 @@
+"""Fair shares: how clients divide the engine among themselves.
+
+A share (all texts of one HTTP request) has a virtual time: the layer applications that its rows have taken. Those who have had the least go
+first, between two calls of the engine, so a client that asks for much slows the others down by its share and no more. A share that begins
+has the virtual time of the one that is being served: the past of the others is neither a debt nor a credit.
+
+Three bounds on one share while there are others:
+
+    rows in a round   no more than all others together have, and its first text alone where it is ahead of them
+    running texts     half of max_num_seqs; a share without a running text begins even where all of them are taken
+    cache bytes       half of what the others leave; alone, three quarters of it, so that there is room for whoever comes
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from twoscale.engine.request import Request, Share
+
+QUANTUM = 16.0  # layer applications of one row: a share may be ahead of another by this much before it lets it go first
+CACHE_ALONE, CACHE_CONTESTED = 0.75, 0.5  # of the cache that the others leave
+
+
+@dataclass
+class FairShares:
+    """The order in which requests are served."""
+
+    now: float = 0.0
+    """Virtual time of the share that is being served."""
+    held: Counter[Share] = field(default_factory=Counter)
+    """Bytes of cache that the running texts of each share may come to hold."""
+
+    def begin(self, request: Request, size: int) -> None:
+        """A text begins to run, with so many bytes of cache."""
+        if request.share not in self.held:
+            request.share.work = max(request.share.work, self.now)
+        self.held[request.share] += size
+
+    def end(self, request: Request, size: int) -> None:
+        """A text has ended."""
+        self.held[request.share] -= size
+        if self.held[request.share] <= 0:
+            del self.held[request.share]
+
+    def next(
+        self, waiting: Iterable[Request], running: Sequence[Request], max_num_seqs: int, cache: float, size: Callable[[Request], int]
+    ) -> Request | None:
+        """The waiting text that is to begin now, if any: of the share with the fewest running ones, first come, first served.
+
+        A share without a running text is not overtaken where its cache does not fit yet.
+        """
+        texts = Counter(request.share for request in running)
+        if len(texts) >= max_num_seqs:  # each of them is another client's
+            return None
+        firsts: dict[Share, Request] = {}
+        for request in waiting:
+            firsts.setdefault(request.share, request)
+        contested = len(texts.keys() | firsts.keys()) > 1
+        free = cache - self.held.total()
+        for share, request in sorted(firsts.items(), key=lambda entry: texts[entry[0]]):
+            need, own = size(request), self.held[share]
+            if not texts[share]:
+                return request if need <= free else None
+            most = (CACHE_CONTESTED if contested else CACHE_ALONE) * (own + free)
+            limit = max(1, max_num_seqs // 2) if contested else max_num_seqs
+            if len(running) < max_num_seqs and texts[share] < limit and own + need <= most:
+                return request
+        return None
+
+
+def select(requests: Sequence[Request], rows: int) -> list[Request]:
+    """Texts for one round, at most `rows`; shares take turns, the one that has had the least first.
+
+    Beyond its first text a share has no more of them than all others have together, and none while it is ahead of the others.
+    """
+    by_share: dict[Share, list[Request]] = {}
+    for request in requests:
+        by_share.setdefault(request.share, []).append(request)
+    if len(by_share) == 1:
+        return list(requests[:rows])
+    shares = sorted(by_share, key=lambda share: share.work)
+    if len(shares) < len(requests):
+        for share in shares:
+            if share.work > shares[0].work + QUANTUM:
+                del by_share[share][1:]
+        largest = max(shares, key=lambda share: len(by_share[share]))
+        others = sum(len(by_share[share]) for share in shares if share is not largest)
+        del by_share[largest][max(1, others) :]
+    turns = zip_longest(*(by_share[share] for share in shares))
+    return [request for turn in turns for request in turn if request is not None][:rows]
