@@ -34,8 +34,8 @@ def serve_until_done(scheduler: Scheduler, request: Request) -> None:
 @pytest.mark.parametrize("same", [False, True], ids=["other settings", "same settings"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_light_beside_heavy(policy: str, same: bool) -> None:
-    """From a light request's arrival to its end a heavy one gets about as much work as the light one, though it holds all rows; nobody's
-    result changes."""
+    """From a light request's arrival to its end a heavy one gets about as much work as the light one, though it holds all rows, besides the
+    tokens that are in flight; nobody's result changes."""
     model = model_of()
     light = light_of(model)
     heavy = heavy_of(model, like=light if same else None)
@@ -48,10 +48,10 @@ def test_light_beside_heavy(policy: str, same: bool) -> None:
     before, now = heavy[0].share.work, scheduler.fair.now
     scheduler.add(light)
     serve_until_done(scheduler, light)
-    layers = model.config.n_layer * max(light.params.loops)
-    running_round = ROWS * layers if same else 0  # requests of the same settings join at the next token
+    overtaken = policy == "lockstep" and not same  # then the round in flight does not come first
+    in_flight = 0 if overtaken else ROWS * model.config.n_layer * max(heavy[0].params.loops)
     one_call = ROWS * model.config.n_layer
-    assert heavy[0].share.work - before <= 1.5 * (light.share.work - now) + running_round + one_call + QUANTUM
+    assert heavy[0].share.work - before <= 1.5 * (light.share.work - now) + in_flight + one_call + QUANTUM
     finish(scheduler)
     for request in (light, *heavy):
         check(model, request)
@@ -92,7 +92,7 @@ def test_two_heavy_ones() -> None:
     for pair in zip(one, two, strict=True):
         for request in pair:
             scheduler.add(request)
-    for _ in range(300):
+    while not any(all(request.finish for request in requests) for requests in (one, two)):
         scheduler.step()
         assert all(sum(request.share is share for request in scheduler.running) <= ROWS // 2 for share in (one[0].share, two[0].share))
     works = one[0].share.work, two[0].share.work
@@ -134,5 +134,5 @@ def test_select() -> None:
     assert select([*big, *one, *two], 6) == [*two, big[0], *one, big[1]]
     assert select([*big, *client(4, 9.0)], 6)[::2] == big[:3]
     ahead = client(3, 500.0)
-    assert select([*ahead, *one, *two], 6) == [*two, *one, ahead[0]]  # its other texts wait
+    assert select([*ahead, *one, *two], 6) == [*two, *one]  # it has several texts and is ahead
     assert len(select([*client(1, 1.0), *one, *two], 2)) == 2

@@ -15,6 +15,7 @@ from test_model import loud
 from twoscale import UserError, exits
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.kernels.library import native
+from twoscale.engine.request import LoopParams
 from twoscale.train import start_run
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 9, [60]]
@@ -41,7 +42,7 @@ def test_greedy(rule: exits.Rule | None, kernels: str) -> None:
 def test_kernels_agree() -> None:
     """C kernels, packed and plain operators write the same text."""
     model = loud(small_model(n_embd=64, positions="rotary", n_kv_head=2, mlp="gated", qk_bias=True), scale=0.1)
-    texts = [twoscale.generate(model, PROMPTS, 20, loops=5, kernels=kernels).tokens for kernels in ("auto", "packed", "plain")]
+    texts = [twoscale.generate(model, PROMPTS, 20, loops=5, kernels=kernels).tokens for kernels in ("auto", "packed", "torch")]
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -73,7 +74,8 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     """Where there is no compiler, or the kernels are turned off, the same text is written by torch's operators."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import twoscale\nfrom conftest import small_model\nfrom test_model import loud\nfrom twoscale.engine.kernels.library import native\n"
+        "import twoscale\nfrom conftest import small_model\nfrom test_model import loud\n"
+        "from twoscale.engine.kernels.library import native\n"
         "print(native() is None, twoscale.generate(loud(small_model()), [[1, 2, 3]], 8).tokens)\n"
     )
     here = str(Path(__file__).parent)
@@ -113,12 +115,16 @@ def test_cache_bytes() -> None:
     """kv="last" holds what a plain GPT holds; "exact" at most one level a step that was taken; ring:n n of them."""
     config = small_model()
     plain = config.n_layer * 2 * 32 * 4  # keys and values, fp32
-    assert bytes_per_token(config, (9, 9), "last") <= 1.05 * plain
-    assert bytes_per_token(config, (9, 9), "ring:4") == plain // 5 * (2 + 3 * 4)
-    assert bytes_per_token(config, (9, 9), "exact") == plain // 5 * (2 + 3 * 9)
+
+    def params(kv: str) -> LoopParams:
+        return LoopParams((None, None), (9, 9), kv)
+
+    assert bytes_per_token(config, params("last")) <= 1.05 * plain
+    assert bytes_per_token(config, params("ring:4")) == plain // 5 * (2 + 3 * 4)
+    assert bytes_per_token(config, params("exact")) == plain // 5 * (2 + 3 * 9)
     model = loud(config)
     held = {kv: twoscale.generate(model, [[1, 2, 3]], 20, loops=9, kv=kv).cache_bytes for kv in ("last", "ring:4", "exact")}
-    assert held["last"] == plain * 22 and held["ring:4"] == bytes_per_token(config, (9, 9), "ring:4") * 22
+    assert held["last"] == plain * 22 and held["ring:4"] == bytes_per_token(config, params("ring:4")) * 22
     early = twoscale.generate(model, [[1, 2, 3]], 20, loops=9, exit=exits.Fixed(2)).cache_bytes
     assert early < held["exact"] / 3, "levels that nobody has reached do not exist"
 

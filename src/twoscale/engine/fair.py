@@ -6,13 +6,13 @@ has the virtual time of the one that is being served: the past of the others is 
 
 Three bounds on one share while there are others:
 
-    rows in a round   no more than all others together have, and its first text alone where it is ahead of them
+    rows in a round   no more than all others together have, and none while it has several texts and is ahead of the others
     running texts     half of max_num_seqs; a share without a running text begins even where all of them are taken
     cache bytes       half of what the others leave; alone, three quarters of it, so that there is room for whoever comes
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -69,21 +69,30 @@ class FairShares:
         return None
 
 
-def select(requests: Sequence[Request], rows: int) -> list[Request]:
-    """Texts for one round, at most `rows`; shares take turns, the one that has had the least first.
+def ahead(texts: Mapping[Share, Sequence[object]]) -> list[Share]:
+    """The shares with several texts that are ahead of another one by more than QUANTUM."""
+    least = min(share.work for share in texts)
+    return [share for share, own in texts.items() if len(own) > 1 and share.work > least + QUANTUM]
 
-    Beyond its first text a share has no more of them than all others have together, and none while it is ahead of the others.
+
+def select(requests: Sequence[Request], rows: int, beside: Sequence[Request] = ()) -> list[Request]:
+    """Texts for one round, at most `rows`; shares take turns, the one that has had the least first. `beside` are in flight already.
+
+    Beyond its first text a share has no more of them than all others have together. One with several texts that is ahead of the others has
+    none: it has a round when they have caught up with it.
     """
     by_share: dict[Share, list[Request]] = {}
     for request in requests:
         by_share.setdefault(request.share, []).append(request)
-    if len(by_share) == 1:
+    if len(by_share) == 1 and not beside:
         return list(requests[:rows])
+    everybody: dict[Share, list[Request]] = {share: list(own) for share, own in by_share.items()}
+    for request in beside:
+        everybody.setdefault(request.share, []).append(request)
+    for share in ahead(everybody):
+        by_share.pop(share, None)
     shares = sorted(by_share, key=lambda share: share.work)
-    if len(shares) < len(requests):
-        for share in shares:
-            if share.work > shares[0].work + QUANTUM:
-                del by_share[share][1:]
+    if sum(map(len, by_share.values())) > len(shares):
         largest = max(shares, key=lambda share: len(by_share[share]))
         others = sum(len(by_share[share]) for share in shares if share is not largest)
         del by_share[largest][max(1, others) :]

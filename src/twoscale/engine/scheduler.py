@@ -167,15 +167,16 @@ class Scheduler:
         idle = [request for request in self.running if request not in self._in_flight]
         work = {pipeline: min(share.work for share in pipeline.shares()) for pipeline in self.pipelines}
         first = min(self.pipelines, key=lambda pipeline: work[pipeline], default=None)
-        if idle and first is not None and self.policy.joins:
-            self._enter(first, select(idle, max(1, self.max_num_seqs - len(self._in_flight))))
-            idle = []
-        elif idle and (first is None or min(r.share.work for r in idle) + self._overtake < work[first]):
+        rows = max(1, self.max_num_seqs - len(self._in_flight))
+        if idle and (first is None or min(r.share.work for r in idle) + self._overtake < work[first]):
             first = Pipeline(self.engine)
-            self._enter(first, select(idle, max(1, self.max_num_seqs - len(self._in_flight))))
+            self._enter(first, select(idle, rows))
             self.pipelines.append(first)
             work[first] = min(share.work for share in first.shares())
             idle = [request for request in idle if request not in self._in_flight]
+        elif idle and first is not None and self.policy.joins:
+            self._enter(first, select(idle, rows, [f.request for f in first.flights if f.request is not None]))
+            idle = []
         assert first is not None
         self.fair.now = max(self.fair.now, work[first])
         limits = [value + QUANTUM for pipeline, value in work.items() if pipeline is not first]
