@@ -15,6 +15,8 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.show import OneLine
+from twoscale.data import Tokenizer
+from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.engine import Engine
 from twoscale.engine.request import loop_params
 from twoscale.engine.scheduler import NOT_FINITE
@@ -22,7 +24,7 @@ from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.input import as_batch, check_start
 
-MIN_WARNED_PASSES = 256  # passes of a rule that goes token by token from which on real is a warning
+MIN_WARNED_PASSES = 256  # passes of a rule that goes token by token from which on a warning is given
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,12 +43,13 @@ class Forward(OneLine):
 @torch.no_grad()
 def forward(
     model: LoopedGPT,
-    ids: Tensor | Sequence[Sequence[int]],
+    ids: Tokens,
     *,
     loops: int | Sequence[int] | None = None,
     exit: Exit | None = None,
     start: Sequence[Tensor] | None = None,
     seed: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> Forward:
     """Logits and steps for ids (B, T), or for a ragged list of lists.
 
@@ -54,8 +57,9 @@ def forward(
     mean_loops). `exit` is a rule of twoscale.exits, {group: rule}, or "auto" (the calibration that came with the
     model, loops included unless given): tokens leave one by one and are computed no more.
     `start` gives the groups' initial states, one (B, T, C) each; without it they are a function of (`seed`, group, position).
+    With a `tokenizer` the sequences may be text.
     """
-    tokens, lengths = as_batch(ids, model.config.vocab_size, model.config.block_size)
+    tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
     device = next(model.parameters()).device
     if start is not None:
         check_start(start, model.config, tokens)

@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from twoscale.config import UserError
 from twoscale.config.show import OneLine
 from twoscale.data import Tokenizer
+from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.kernels import KernelName
 from twoscale.engine.request import LoopParams, Request, SamplingParams, Share, loop_params, split_stop
 from twoscale.engine.scheduler import Scheduler, run_until_done
@@ -25,7 +24,6 @@ from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
 from twoscale.model.input import as_batch
 
-Prompts = Tensor | Sequence[Sequence[int]] | str | Sequence[str]
 Callback = Callable[[int, int, tuple[int, ...]], object]
 
 PREFILL_CHUNK = 2048  # tokens of prompts that go through the network together
@@ -59,7 +57,7 @@ class Generation(OneLine):
 
 def generate(
     model: LoopedGPT,
-    ids: Prompts,
+    ids: Tokens,
     max_new_tokens: int = 64,
     *,
     exit: Exit | None = None,
@@ -120,16 +118,18 @@ def stream(model: LoopedGPT, prompt: Sequence[int], sampling: SamplingParams, pa
 
 def offline_scheduler(model: LoopedGPT, kernels: KernelName = "auto") -> Scheduler:
     """A scheduler for a caller who has all requests at hand."""
-    return Scheduler(model, max_num_seqs=MAX_NUM_SEQS, cache_bytes=math.inf, prefill_chunk=PREFILL_CHUNK, kernels=kernels)
+    return Scheduler(
+        model, max_num_seqs=MAX_NUM_SEQS, cache_bytes=math.inf, prefill_chunk=PREFILL_CHUNK, isolate_errors=False, kernels=kernels
+    )
 
 
 def make_requests(
-    model: LoopedGPT, ids: Prompts, sampling: SamplingParams, params: LoopParams, tokenizer: Tokenizer | None = None
+    model: LoopedGPT, ids: Tokens, sampling: SamplingParams, params: LoopParams, tokenizer: Tokenizer | None = None
 ) -> list[Request]:
     """A request for every prompt; those with the same prompt draw differently."""
     if sampling.stop and tokenizer is None:
         raise UserError("a stop string needs the model's tokenizer: give tokenizer=, or stop at token ids")
-    tokens, lengths = as_batch(as_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
+    tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
     prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     seen: Counter[tuple[int, ...]] = Counter()
     requests, share = [], Share()
@@ -137,18 +137,6 @@ def make_requests(
         requests.append(Request(prompt, sampling, params, stream=seen[tuple(prompt)], sequence=i, share=share))
         seen[tuple(prompt)] += 1
     return requests
-
-
-def as_ids(prompts: Prompts, tokenizer: Tokenizer | None) -> Tensor | Sequence[Sequence[int]]:
-    """Prompts as token ids; strings need a tokenizer."""
-    if isinstance(prompts, Tensor) or not (isinstance(prompts, str) or any(isinstance(p, str) for p in prompts)):
-        return prompts  # type: ignore[return-value]
-    if tokenizer is None:
-        raise UserError("a prompt that is text needs the model's tokenizer: give tokenizer=, or token ids")
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not all(isinstance(text, str) for text in texts):
-        raise UserError("prompts are either all text or all token ids")
-    return [tokenizer.encode(text) for text in texts]  # type: ignore[arg-type]
 
 
 def follow(request: Request, tokenizer: Tokenizer | None, callback: Callback | None = None) -> TextStream | None:

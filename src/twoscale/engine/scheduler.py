@@ -76,22 +76,25 @@ class Scheduler:
         max_num_seqs: int = 32,
         cache_bytes: float = 1 << 30,
         prefill_chunk: int = PREFILL_CHUNK,
+        isolate_errors: bool = True,
         kernels: KernelName = "auto",
         copy: DecodeCopy | None = None,
     ) -> None:
         """`max_num_seqs` texts may have rows in flight, and the caches of running requests may come to hold `cache_bytes`.
 
-        `copy` is the model's copy for decoding, for a caller who has one.
+        With `isolate_errors` an exception ends the requests that it came of, and the others go on; without it `step` raises it. `copy` is
+        the model's copy for decoding, for a caller who has one.
         """
         self.engine, self.policy = Engine(model, kernels=kernels, copy=copy), policy_of(policy)
         self.max_num_seqs, self.cache_bytes, self.prefill_chunk = max_num_seqs, cache_bytes, prefill_chunk
+        self.isolate_errors = isolate_errors
         self.counters = Counters(steps=self.engine.work)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.fair = FairShares()
         self.pipelines: list[Pipeline] = []
         self.max_cache_bytes = 0
-        """The most bytes that the caches of all running requests have held, after a token."""
+        """The most bytes that the caches of all running requests have held."""
         layers = [len(stage) * (1 if group is None else model.config.mean_loops) for stage, group in model.config.stages]
         self._overtake = ROUNDS_AHEAD * sum(layers)
         self._in_flight: set[Request] = set()
@@ -149,10 +152,14 @@ class Scheduler:
             involved = [f.request for f in pipeline.flights if f.request is not None]
             self._extend(self._advance(pipeline, limit))
             for request, error in pipeline.failures:
+                if not self.isolate_errors:
+                    raise error
                 LOG.error("an exit rule has failed", exc_info=error)
                 self._end(request, "error", error)
             pipeline.failures = []
         except Exception as error:  # it came of these requests: the others go on
+            if not self.isolate_errors:
+                raise
             if not isinstance(error, UserError):
                 LOG.exception("a call of the engine has failed")
             self._fail(involved or list(self.running), error)
@@ -253,7 +260,6 @@ class Scheduler:
             states = ready[0][1].x[-1:] if len(ready) == 1 else torch.stack([flight.x[-1] for _, flight in ready])
             logits = self.engine.model.head(states).float()
             sampled = sample(logits, [request.draw for request, _ in ready])
-        self.max_cache_bytes = max(self.max_cache_bytes, sum(r.cache.nbytes for r in self.running if r.cache is not None))
         for i, (request, flight) in enumerate(ready):
             if not sampled.finite[i]:
                 self._end(request, "error", UserError(NOT_FINITE))
@@ -275,6 +281,8 @@ class Scheduler:
             for pipeline in self.pipelines:
                 pipeline.drop(request)
             self.pipelines = [pipeline for pipeline in self.pipelines if pipeline.flights]
+        held = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until one is given up
+        self.max_cache_bytes = max(self.max_cache_bytes, held)
         self.running.remove(request)
         self.fair.end(request, self._bytes(request))
         request.cache = None
@@ -319,6 +327,8 @@ class Scheduler:
             try:
                 request.cache = self.engine.open(request.capacity, request.params)
             except Exception as error:
+                if not self.isolate_errors:
+                    raise
                 LOG.exception("a request could not begin")
                 self._end(request, "error", error)
 
