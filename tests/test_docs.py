@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from conftest import ROOT, nano_run, write_corpus
 from documents import CHEAPER, DOCUMENTS, NOT_RUN, SERVERS, arguments, blocks, commands, reason_not_to_run
-from test_load import HUGINN, huginn_tensors
+from families import HUGINN, huginn_tensors
 from twoscale.cli.main import main
 from twoscale.data.tokenizer import train_bpe
 from twoscale.geometry.probe import probe_geometry

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import twoscale
-from test_serve import POLICIES, RULES, check, finish, job_of, model_of
+from scheduling import POLICIES, RULES, check, finish, job_of, model_of
 from twoscale.engine.sample import Sampling
 from twoscale.serve.fair import QUANTUM, select
 from twoscale.serve.job import Job, Settings, Share

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import CommandLine, nano_run
-from test_train import arguments, finish, losses, start_process, wait_for_step
+from training import arguments, finish, losses, start_process, wait_for_step
 from twoscale.config import DataConfig, UserError, lock as module
 from twoscale.config.lock import is_lock, lock
 from twoscale.data import prepare

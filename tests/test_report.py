@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from conftest import CommandLine, nano_run
-from test_train import arguments, finish, start_process
+from training import arguments, finish, start_process
 from twoscale.bench.trace import bench_trace
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry

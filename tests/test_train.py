@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import pytest
 import torch
 
 from conftest import CommandLine, nano_run, small_model
-from twoscale.config import RunConfig, TrainConfig, UserError
+from training import arguments, finish, losses, start_process, wait_for_step
+from twoscale.config import TrainConfig, UserError
 from twoscale.config.serial import read_jsonl
 from twoscale.interop import load
 from twoscale.model import LoopedGPT
@@ -26,46 +26,6 @@ from twoscale.train.optim import build_optimizers, orthogonalize
 from twoscale.train.parallel import World
 
 ONE = World(0, 1, torch.device("cpu"))
-
-
-def losses(run: Path) -> list[float]:
-    records = read_jsonl(run / "metrics.jsonl")
-    assert [r["step"] for r in records] == list(range(1, len(records) + 1))
-    return [r["loss"] for r in records]
-
-
-def arguments(config: RunConfig, out: Path, shards: Path) -> list[str]:
-    """The command line of a nano run with these training settings."""
-    words = ["train", "--preset", "nano", "--out", str(out), "--data-dir", str(shards)]
-    base = nano_run().train
-    for f in dataclasses.fields(TrainConfig):
-        value = getattr(config.train, f.name)
-        if value != getattr(base, f.name):
-            words += [f"--train.{f.name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return words
-
-
-def start_process(words: list[str], processes: int = 1, **environment: str) -> subprocess.Popen[str]:
-    launcher = ["-m", "twoscale"]
-    if processes > 1:
-        port = 20_000 + os.getpid() % 20_000
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}", *launcher]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, *launcher, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == code, out
-    return out
-
-
-def wait_for_step(run: Path, step: int) -> None:
-    for _ in range(3000):
-        if len(read_jsonl(run / "metrics.jsonl")) >= step:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was never reached")
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -174,7 +134,7 @@ def test_signals_save(number: signal.Signals, tmp_path: Path, shards: Path) -> N
     out = finish(process, 128 + number)
     step = len(losses(tmp_path / "run"))
     assert f"at step {step}" in out and "--resume" in out and "Traceback" not in out
-    assert ckpt.read_progress(tmp_path / "run" / "checkpoints" / ckpt.name_of(step)).step == step
+    assert ckpt.read_progress(tmp_path / "run" / "checkpoints" / ckpt.checkpoint_name(step)).step == step
 
 
 def test_signal_to_several_processes(tmp_path: Path, shards: Path) -> None:
@@ -185,7 +145,7 @@ def test_signal_to_several_processes(tmp_path: Path, shards: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert (step := len(losses(tmp_path / "run"))) >= 5
-    assert ckpt.fault(tmp_path / "run" / "checkpoints" / ckpt.name_of(step)) is None
+    assert ckpt.fault(tmp_path / "run" / "checkpoints" / ckpt.checkpoint_name(step)) is None
 
 
 def test_divergence(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:

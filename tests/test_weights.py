@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 import twoscale
 from conftest import small_model
-from test_model import loud
+from models import loud
 from twoscale.engine import Engine, fingerprint as fingerprints, quick
 from twoscale.engine.native import native
 from twoscale.model import LoopedGPT
