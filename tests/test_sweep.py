@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+import twoscale
 from conftest import CommandLine, nano_run
-from test_train import finish, start_process
+from training import finish, start_process
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
 from twoscale.report.page import write_report
@@ -331,14 +332,12 @@ def test_page(swept: Path) -> None:
 
 def test_eval(swept: Path, cli: CommandLine) -> None:
     """Loss, perplexity and bits per byte: with bytes for tokens a byte's bits are its nats over ln 2; exits say their steps."""
-    from twoscale.cli.eval import EvalArgs, eval_run
-
     code, out, _ = cli("eval", swept, "--windows", "4", "--exit", "auto")
     assert code == 0 and "bits per byte" in out and "of 6" in out
-    found = eval_run(EvalArgs(swept, windows=4, loops=3))
-    ends = found["tokens"] - found["bytes"]  # ends of documents stand for no byte
-    assert 0 <= ends < 20 and found["steps"] == [3.0, 3.0]
-    assert found["bits_per_byte"] == pytest.approx(found["ce"] / math.log(2) * found["tokens"] / found["bytes"])
+    found = twoscale.evaluate(swept, windows=4, loops=3)
+    ends = found.tokens - found.bytes  # ends of documents stand for no byte
+    assert 0 <= ends < 20 and found.steps == [3.0, 3.0]
+    assert found.bits_per_byte == pytest.approx(found.ce / math.log(2) * found.tokens / found.bytes)
     for words, told in ((("--windows", "0"), "--windows"), (("--loops", "0"), "loops"), (("--exit", "no"), "no exit rule")):
         code, _, err = cli("eval", swept, *words)
         assert code == 2 and told in err and err.count("\n") == 1
