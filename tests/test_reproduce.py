@@ -64,6 +64,7 @@ def test_two_models(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.Monkey
     assert "nano (nano)" in twice and "figures/run-1/" in twice and "figures/run-2/" in twice
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # three minutes of training, and a busy machine may take thrice that
 def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
     """`tiny` ends clearly below a bigram model on the same split, and more loops never hurt by more than 1 % up to 30."""
