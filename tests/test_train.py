@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from conftest import CommandLine, nano_run, small_model
-from training import arguments, finish, losses, start_process, wait_for_step
+from forked import Command
+from training import arguments, finish, losses, wait_for_step
 from twoscale.config import TrainConfig, UserError
 from twoscale.config.serial import read_jsonl
 from twoscale.interop import load
@@ -32,14 +33,14 @@ ONE = World(0, 1, torch.device("cpu"))
 def test_kill_and_resume(optimizer: str, tmp_path: Path, shards: Path) -> None:
     """A run that is killed with -9 in the middle and started again has bitwise the losses and weights of one that was not."""
     config = nano_run(steps=60, checkpoint_interval=7, eval_interval=20, optimizer=optimizer)
-    finish(start_process(arguments(config, tmp_path / "whole", shards)))
-    process = start_process(arguments(config, tmp_path / "killed", shards))
+    finish(Command(arguments(config, tmp_path / "whole", shards)))
+    process = Command(arguments(config, tmp_path / "killed", shards))
     wait_for_step(tmp_path / "killed", 18)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     done = len(read_jsonl(tmp_path / "killed" / "metrics.jsonl"))
     assert process.returncode == -signal.SIGKILL and 18 <= done < 60
-    assert "going on from step" in finish(start_process(arguments(config, tmp_path / "killed", shards)))
+    assert "going on from step" in finish(Command(arguments(config, tmp_path / "killed", shards)))
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed") and len(losses(tmp_path / "whole")) == 60
     a, b = (ckpt.read_tensors(tmp_path / run / "checkpoints" / "step-000060" / "model.safetensors") for run in ("whole", "killed"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -52,7 +53,7 @@ def test_processes_agree(optimizer: str, tmp_path: Path, shards: Path) -> None:
     start_run(config, tmp_path / "one", shards)
     for kind in ("ddp", "fsdp"):
         changed = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=kind))
-        finish(start_process(arguments(changed, tmp_path / kind, shards), processes=2))
+        finish(Command(arguments(changed, tmp_path / kind, shards), processes=2))
         assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / kind), strict=True)) < 1e-5, kind
         one, other = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("one", kind))
         assert [r["loops"] for r in one] == [r["loops"] for r in other]
@@ -81,9 +82,9 @@ def test_resume_on_other_processes(tmp_path: Path, shards: Path) -> None:
     start_run(config, tmp_path / "one", shards)
     words = arguments(dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp")), tmp_path / "run", shards)
     for first, second in ((1, 2), (2, 1)):
-        finish(start_process(words, processes=first))
+        finish(Command(words, processes=first))
         ckpt.set_aside_after(tmp_path / "run" / "checkpoints", 10)
-        assert "going on from step 10" in finish(start_process(words, processes=second))
+        assert "going on from step 10" in finish(Command(words, processes=second))
         assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "run"), strict=True)) < 1e-5
         shutil.rmtree(tmp_path / "run")
 
@@ -128,7 +129,7 @@ def test_memory_does_not_grow_with_loops() -> None:
 def test_signals_save(number: signal.Signals, tmp_path: Path, shards: Path) -> None:
     """Ctrl-C and SIGTERM finish the step, save, say how to go on, and leave with 128 + the signal."""
     config = nano_run(steps=5000, checkpoint_interval=5000, eval_interval=5000)
-    process = start_process(arguments(config, tmp_path / "run", shards))
+    process = Command(arguments(config, tmp_path / "run", shards))
     wait_for_step(tmp_path / "run", 5)
     process.send_signal(number)
     out = finish(process, 128 + number)
@@ -138,9 +139,13 @@ def test_signals_save(number: signal.Signals, tmp_path: Path, shards: Path) -> N
 
 
 def test_signal_to_several_processes(tmp_path: Path, shards: Path) -> None:
-    """A signal that reaches one rank stops all of them at the same step, saved."""
+    """Started by torchrun, a signal that reaches one rank stops all of them at the same step, saved."""
     config = nano_run(steps=5000, checkpoint_interval=5000, eval_interval=5000)
-    process = start_process(arguments(config, tmp_path / "run", shards), processes=2)
+    words = [f"--master-port={20_000 + os.getpid() % 20_000}", "-m", "twoscale", *arguments(config, tmp_path / "run", shards)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     wait_for_step(tmp_path / "run", 5)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)

@@ -1,13 +1,11 @@
 """Runs of the nano preset in processes of their own."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from conftest import nano_run
+from forked import Command
 from twoscale.config import RunConfig, TrainConfig
 from twoscale.config.serial import read_jsonl
 
@@ -29,16 +27,7 @@ def arguments(config: RunConfig, out: Path, shards: Path) -> list[str]:
     return words
 
 
-def start_process(words: list[str], processes: int = 1, **environment: str) -> subprocess.Popen[str]:
-    launcher = ["-m", "twoscale"]
-    if processes > 1:
-        port = 20_000 + os.getpid() % 20_000
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}", *launcher]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, *launcher, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+def finish(process: Command, code: int = 0) -> str:
     out, _ = process.communicate(timeout=300)
     assert process.returncode == code, out
     return out
