@@ -100,6 +100,12 @@ def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures for print are made but not drawn: their files are empty. For tests of what is around them; test_report.py draws them."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: Path(path).touch())
+
+
+@pytest.fixture
 def browser() -> Iterator[object]:
     """Headless Chromium, with a note of every request and of everything the console said."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra twoscale[test])")
