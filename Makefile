@@ -1,4 +1,5 @@
-# Commands that do all of their own set-up: `make reproduce` (the main job), `make test` (the whole suite), and `make sanitize`.
+# Commands that do all of their own set-up: `make reproduce` (the main job), `make test` (the suite), `make test-long` (tests that take
+# minutes each), `make lint`, and `make sanitize`.
 # They need Python 3.11 or newer with pip, and nothing else.
 
 PYTHON ?= python3
@@ -6,14 +7,18 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: reproduce test lint sanitize clean
+.PHONY: reproduce test test-long lint sanitize clean
 
 reproduce: $(VENV)/.core
 	$(VENV)/bin/twoscale reproduce --preset tiny --with-bundled --effort short $(ARGS)
 
 # Two files of tests at a time; threads that wait sleep, so that they do not get in each other's way.
 test: $(VENV)/.test
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# What trains the preset `tiny`, or takes minutes for another reason; CI runs it after `make test`.
+test-long: $(VENV)/.test
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m long $(ARGS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

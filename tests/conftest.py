@@ -13,8 +13,9 @@ import torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 import twoscale
+from models import small_model
 from twoscale.cli.main import main
-from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, presets
+from twoscale.config import DataConfig, RunConfig, TrainConfig, presets
 from twoscale.data import prepare
 from twoscale.train import start_run
 
@@ -31,12 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _two_threads() -> None:
     torch.set_num_threads(2)
     torch.manual_seed(0)
-
-
-def small_model(**changes: object) -> ModelConfig:
-    """Five layers at width 32, groups [1] and [2, 3]; any setting can be changed."""
-    base = ModelConfig(vocab_size=64, block_size=32, n_layer=5, n_head=4, n_embd=32, groups=((1,), (2, 3)), mean_loops=4)
-    return dataclasses.replace(base, **changes)
 
 
 def nano_run(**train: object) -> RunConfig:
@@ -95,9 +90,19 @@ class CommandLine:
         return code, out, err
 
 
+def is_one_line(err: str) -> bool:
+    return len(err.strip().splitlines()) == 1 and "Traceback" not in err and err.startswith("twoscale ")
+
+
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
     return CommandLine(capsys)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures for print are made but not drawn: their files are empty. For tests of what is around them; test_report.py draws them."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: Path(path).touch())
 
 
 @pytest.fixture
@@ -121,4 +126,4 @@ def browser() -> Iterator[object]:
         opened.quit()
 
 
-__all__ = ["ROOT", "SHARED", "CommandLine", "TrainConfig", "nano_run", "small_model", "write_corpus"]
+__all__ = ["ROOT", "SHARED", "CommandLine", "TrainConfig", "is_one_line", "nano_run", "small_model", "write_corpus"]

@@ -13,7 +13,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("twoscale", "torchrun", "pip", "make", "curl", "git", "python", "python3")  # a block that starts with one holds commands
 
 NOT_RUN = {
-    r"make reproduce|make test": "minutes of work; `make reproduce` is `twoscale reproduce`, which runs below and in test_reproduce.py",
+    r"make reproduce|make test|make test-long": "minutes; `make reproduce` is `twoscale reproduce`, run below and in test_reproduce.py",
     r"pip install .*": "needs the network and changes the environment; test_install_commands looks at what it names",
 }
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conftest import CommandLine, nano_run
+from conftest import CommandLine, is_one_line, nano_run
 from twoscale.train import start_run
 
 
@@ -108,10 +108,6 @@ FILES: list[tuple[str, Callable[[Path], Path], str]] = [
     ("jsonl of numbers", lambda d: text(d / "a.jsonl", "17\n"), "line 1"),
     ("folder without text", lambda d: folder(d / "x", a__png="no"), "holds no"),
 ]
-
-
-def is_one_line(err: str) -> bool:
-    return len(err.strip().splitlines()) == 1 and "Traceback" not in err and err.startswith("twoscale ")
 
 
 @pytest.mark.parametrize("args,word", [case[1:] for case in FLAGS], ids=[case[0] for case in FLAGS])

@@ -10,38 +10,15 @@ import torch
 
 import twoscale
 from conftest import CommandLine, nano_run
+from families import llama, with_tokenizer
 from twoscale.config import ModelConfig, UserError
 from twoscale.config.groups import parse_groups
 from twoscale.data import Pieces, Tokenizer
-from twoscale.data.tokenizer import train_bpe
 from twoscale.interop.convert import looped, suggested_groups
 from twoscale.train import start_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
 IDS = torch.tensor([[5, 17, 3, 70, 41, 9, 9, 2]])
-
-
-def llama(folder: Path, **settings: object) -> torch.nn.Module:
-    """A tiny random Llama, saved as transformers saves it."""
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, rms_norm_eps=1e-5, **settings,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():  # gains other than one, and weights that matter
-            p.add_(torch.randn_like(p) * 0.1)
-    model.save_pretrained(folder)
-    return model
-
-
-def with_tokenizer(folder: Path) -> None:
-    """A tokenizer whose end of text has a name of its own."""
-    pipeline = train_bpe(["the loop turns until no step changes the state"] * 9, 290).pipeline
-    pipeline.add_special_tokens(["</s>"])
-    (folder / "tokenizer.json").write_text(pipeline.to_str())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
 
 
 @pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True, "head_dim": 16}], ids=["plain", "tied, wide heads"])

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from conftest import ROOT, nano_run, write_corpus
 from documents import CHEAPER, DOCUMENTS, NOT_RUN, SERVERS, arguments, blocks, commands, reason_not_to_run
-from test_load import HUGINN, huginn_tensors
+from families import HUGINN, huginn_tensors
 from twoscale.cli.main import main
 from twoscale.data.tokenizer import train_bpe
 from twoscale.geometry.probe import probe_geometry
@@ -107,7 +107,10 @@ def serve(words: list[str], place: Path) -> None:
                     assert b"<html" in page.read()
         finally:
             process.send_signal(signal.SIGTERM if words[0] == "serve" else signal.SIGINT)
-            code = process.wait(timeout=60)
+            try:
+                code = process.wait(timeout=60)
+            finally:
+                process.kill()
     assert code in ((0,) if words[0] == "serve" else (0, 130)), (place / "server.log").read_text()
 
 
@@ -128,7 +131,7 @@ def ask(curl: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "path"), UNIQUE.items(), ids=list(UNIQUE))
-def test_commands(command: str, path: Path, place: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands(command: str, path: Path, place: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """Every command in README and docs runs and ends with 0, small settings in place of dear ones."""
     if (why := reason_not_to_run(command)) is not None:
         pytest.skip(why)
@@ -147,7 +150,7 @@ def test_tables_are_used() -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p, "python")], ids=lambda p: p.name)
-def test_python(path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python(path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """Every Python example runs as it stands, in a folder with a trained run."""
     monkeypatch.chdir(place)
     for block in blocks(path, "python"):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import twoscale
 from conftest import small_model
+from models import LAYOUTS, loud
 from reference import Reference
 from reference_rules import leaves
-from test_model import loud
 from twoscale import exits
 from twoscale.config import ModelConfig
 from twoscale.engine import Engine, Loop, loop_params
@@ -42,19 +42,6 @@ RULES: list[exits.Rule] = [
     exits.Confidence(0.08, read="coda"),
     exits.Fixed(3),
 ]
-
-LAYOUTS: dict[str, dict[str, object]] = {
-    "default": {},
-    "all loops": {"groups": ((0, 1), (2, 3, 4))},
-    "one group": {"groups": ((1,),)},
-    "three": {"groups": ((0,), (2,), (4,))},
-    "rotary, grouped queries": {"positions": "rotary", "n_kv_head": 2, "mlp": "gated", "qk_bias": True},
-    "norm on leaving": {"group_norm": "leave", "share_group_norm": True, "inject": "add"},
-    "branch norms": {"norm": "branch", "group_norm": "step", "inject": "none", "start": "input", "backprop_steps": None, "tie_head": False},
-    "no outer norms": {"norm": "pre", "positions": "rotary", "n_kv_head": 2, "mlp": "gated", "tie_head": False},
-    "noise at every step": {"noise": "every_step"},
-    "odd sizes": {"n_embd": 36, "n_head": 3, "mlp_hidden": 50},
-}
 
 
 @pytest.fixture(autouse=True)

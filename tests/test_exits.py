@@ -10,7 +10,7 @@ from torch import Tensor
 
 import twoscale
 from conftest import small_model
-from test_model import loud
+from models import loud
 from twoscale import UserError, exits, geometry
 from twoscale.exits.rule import RuleState
 

@@ -3,7 +3,7 @@
 import pytest
 
 import twoscale
-from test_serve import POLICIES, RULES, check, finish, model_of, request_of
+from scheduling import POLICIES, RULES, check, finish, model_of, request_of
 from twoscale.engine.fair import QUANTUM, select
 from twoscale.engine.request import Request, Share
 from twoscale.engine.scheduler import Scheduler

@@ -11,7 +11,7 @@ import torch
 
 import twoscale
 from conftest import CommandLine, nano_run, small_model
-from test_model import loud
+from models import loud
 from twoscale import UserError, exits
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.kernels.library import native
@@ -74,7 +74,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     """Where there is no compiler, or the kernels are turned off, the same text is written by torch's operators."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import twoscale\nfrom conftest import small_model\nfrom test_model import loud\n"
+        "import twoscale\nfrom models import loud, small_model\n"
         "from twoscale.engine.kernels.library import native\n"
         "print(native() is None, twoscale.generate(loud(small_model()), [[1, 2, 3]], 8).tokens)\n"
     )

@@ -15,7 +15,7 @@ from conftest import CommandLine
 from http_client import client, metrics_of, openai, post, serving, wait_for
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.serve.choose import at, choose_policy
+from twoscale.engine.policy import choose_policy, cost_of
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +342,7 @@ def test_policy_by_cost(loaded) -> None:  # type: ignore[no-untyped-def]
 def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plain Llama folder is served like any other; what concerns loops is refused in a request, and by the explorer."""
     pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
-    from test_convert import llama, with_tokenizer
+    from families import llama, with_tokenizer
     from twoscale.cli.explore import open_session
     from twoscale.cli.serve import _open
 

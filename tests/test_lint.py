@@ -30,6 +30,12 @@ def test_file_sizes() -> None:
         assert len(path.read_text().splitlines()) <= 420, path
 
 
+def test_tests_share_modules_not_tests() -> None:
+    """No test file imports another test file: helpers that several need have a module of their own."""
+    for path in (ROOT / "tests").glob("*.py"):
+        assert not re.search(r"(?:from|import) test_\w+", path.read_text()), path
+
+
 def test_core_needs_no_extras(tmp_path: Path) -> None:
     """The core imports, trains, traces and reports with none of the extras present."""
     script = (

@@ -5,7 +5,7 @@ from torch import Tensor
 
 import twoscale
 from conftest import small_model
-from test_model import loud
+from models import loud
 
 
 class Everything:

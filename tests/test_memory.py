@@ -3,18 +3,15 @@
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import twoscale
-from conftest import small_model
-from test_model import loud
+from concurrency import at_once
+from models import loud, small_model
 from twoscale.engine import Engine, cache, engine as engine_module, loop_params
 from twoscale.engine.kernels.library import _whole, input_and_output, native, pointer, row_pointer
 from twoscale.engine.rows import Rows, part_of
@@ -24,8 +21,7 @@ HEAD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch, twoscale
-from conftest import small_model
-from test_model import loud
+from models import loud, small_model
 from twoscale import exits
 torch.set_num_threads(1)
 """
@@ -129,22 +125,10 @@ def test_half_precision_model() -> None:
     assert twoscale.generate(model, [[1, 2, 3]], 4).tokens == twoscale.generate(model, [[1, 2, 3]], 4, kernels="torch").tokens
 
 
-def at_once(work: Callable[[int], object], n: int = 4) -> list[object]:
-    """work(0) .. work(n - 1) by n threads that start together."""
-    barrier = threading.Barrier(n)
-
-    def one(i: int) -> object:
-        barrier.wait()
-        return work(i)
-
-    with ThreadPoolExecutor(n) as pool:
-        return list(pool.map(one, range(n)))
-
-
 FIRST_USE = """
 import time
 from collections import Counter
-from test_memory import at_once
+from concurrency import at_once
 from twoscale.engine.kernels import native
 from twoscale.engine.kernels.library import native as library
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import twoscale
-from conftest import small_model
+from models import loud, small_model
 from reference import Reference
-from twoscale.config import ModelConfig, UserError, presets
+from twoscale.config import UserError, presets
 from twoscale.model import LoopedGPT, StateNoise
 
 OPTIONS: list[dict[str, object]] = [
@@ -27,16 +27,6 @@ OPTIONS: list[dict[str, object]] = [
     {"groups": ()},
     {"groups": ((0,), (4,))},
 ]
-
-
-def loud(config: ModelConfig, seed: int = 0, scale: float = 0.15) -> LoopedGPT:
-    """A model whose output projections and gains are large enough that every part of it shows in the logits."""
-    model = LoopedGPT(config, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(scale * torch.randn(p.shape, generator=generator))
-    return model.eval()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "default")

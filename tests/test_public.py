@@ -1,6 +1,8 @@
 """The public surface in Python: exactly the promised names, values that print on one line, `exit="auto"`, clear errors."""
 
 import copy
+import dataclasses
+import json
 import pickle
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import twoscale
 from conftest import CommandLine, nano_run, small_model
 from twoscale.config import UserError
 from twoscale.config.show import one_line
+from twoscale.geometry.probe import probe_geometry
+from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train import start_run
 
 
@@ -22,7 +26,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     from twoscale.cli.main import main
 
     run = tmp_path_factory.mktemp("calibrated") / "run"
-    start_run(nano_run(steps=8), run, shards)
+    start_run(nano_run(steps=8, geometry_loops=4), run, shards, probes=[probe_geometry])
     assert main(["calibrate", str(run), "--max-dce", "0.5", "--loops", "6", "--windows", "6", "--rule", "step-norm"]) == 0
     return run
 
@@ -34,7 +38,7 @@ def test_names() -> None:
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert said == ["True", *sorted([*twoscale.__all__, "__version__"])]
-    assert {"exits", "geometry", "load", "forward", "generate", "trace", "presets"} <= set(said)
+    assert {"exits", "geometry", "load", "forward", "generate", "trace", "presets", "sweep", "calibrate", "evaluate", "report"} <= set(said)
     assert all(getattr(twoscale, name) is not None for name in twoscale.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
         twoscale.no_such_name  # noqa: B018
@@ -110,3 +114,85 @@ def test_loops_as_text(loops: object) -> None:
     """Loops given as text are refused by what they are, not counted by their characters."""
     with pytest.raises(UserError, match=f"loops = {loops!r}: give one whole number, or one for each group"):
         twoscale.forward(twoscale.LoopedGPT(small_model()), [[1]], loops=loops)  # type: ignore[arg-type]
+
+
+# -- the commands as functions -------------------------------------------------------------------------------------
+
+
+def is_one_line(value: object) -> bool:
+    return "\n" not in repr(value) and len(repr(value)) < 300
+
+
+def test_evaluate(calibrated: Path, cli: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`twoscale.evaluate` returns what `twoscale eval` writes, for rules as objects, as text and as calibrated, and prints nothing."""
+    for words, exit, loops in (
+        ((), None, None),
+        (("--exit", "auto"), "auto", None),
+        (("--exit", "step-norm:0.5", "--loops", "5"), twoscale.exits.StepNorm(0.5), 5),
+    ):
+        capsys.readouterr()
+        found = twoscale.evaluate(str(calibrated), exit=exit, loops=loops, windows=3)
+        assert capsys.readouterr() == ("", "") and is_one_line(found) and "bits per byte" in repr(found)
+        code, out, err = cli("eval", calibrated, *words, "--windows", "3", "--output", tmp_path / "found.json")
+        assert code == 0 and json.loads((tmp_path / "found.json").read_text()) == dataclasses.asdict(found), err
+        assert f"{found.ce:.4f} nats a token" in out
+    with pytest.raises(UserError, match="at least 2"):
+        twoscale.evaluate(calibrated, windows=1)
+
+
+def test_calibrate(calibrated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`twoscale.calibrate` returns what it writes; its `exit` and `loops` are what exit="auto" stands for from then on."""
+    found = twoscale.calibrate(calibrated, max_dce=0.5, loops=6, windows=6, rule="step-norm")
+    assert capsys.readouterr() == ("", "") and is_one_line(found) and "CE rises by at most" in repr(found)
+    assert json.loads((calibrated / "calibration.json").read_text()) == found.record and found.loops == 6
+    model, tokenizer = twoscale.load(calibrated)
+    assert tokenizer is not None
+    ids = [tokenizer.encode("The loop turns")]
+    assert twoscale.generate(model, ids, 8, exit="auto") == twoscale.generate(model, ids, 8, exit=found.exit, loops=found.loops)
+    table = found.to_pandas()
+    assert list(table["setting"]) == ["calibrated", "single", "fixed", "default"]
+    assert table["mean_steps"][0] == found.mean_steps == pytest.approx(table[["steps_1", "steps_2"]].loc[0].mean())
+
+
+def test_sweep_and_report(calibrated: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, undrawn: None) -> None:
+    """`twoscale.sweep` returns what it writes, a row a point; `twoscale.report` returns its page; both print nothing."""
+    settings = {"rules": ["step-norm"], "taus": [0.1], "loops": 4, "windows": 2, "rounds": 1, "controller": False}
+    found = twoscale.sweep(calibrated, **settings)  # type: ignore[arg-type]
+    assert capsys.readouterr() == ("", "") and is_one_line(found) and found == read_sweep(calibrated / "sweep.jsonl")
+    table = found.to_pandas()
+    assert len(table) == len(found.points) and set(table["id"]) >= {"full", "fixed:1", "step-norm:0.1"}
+    assert table.set_index("id").loc["full", ["steps_1", "steps_2"]].tolist() == [4.0, 4.0] and "hard" not in table and "kind" not in table
+    found = twoscale.report(calibrated, out=tmp_path / "page")
+    assert capsys.readouterr() == ("", "") and found.path == tmp_path / "page" / "index.html" and found.path.exists() and is_one_line(found)
+    with pytest.raises(UserError, match="name at least one run"):
+        twoscale.report([])
+
+
+def test_report_is_package_and_function() -> None:
+    """`twoscale.report` can be called whether its modules were imported before or not, and its modules can be imported either way."""
+    for first in ("assert callable(twoscale.report)", "import twoscale.report.style", "from twoscale import report; report.__path__"):
+        then = "from twoscale.report import load; assert callable(twoscale.report) and 'torch' not in sys.modules"
+        script = f"import sys, twoscale; {first}; {then}"
+        assert subprocess.run([sys.executable, "-c", script]).returncode == 0, first
+
+
+def test_without_pandas(calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables need pandas, and nothing else does: where it is missing the line says how to install it."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match=r"to_pandas needs pandas, .*\.\[pandas\]"):
+        Sweep({}, [], 0).to_pandas()
+
+
+def test_text(calibrated: Path) -> None:
+    """With a tokenizer, `trace` takes one text or several in place of their ids; without one, or mixed with ids, text is refused."""
+    model, tokenizer = twoscale.load(calibrated)
+    assert tokenizer is not None
+    texts = ["The loop turns", "A state"]
+    want = twoscale.trace(model, [tokenizer.encode(text) for text in texts], loops=3)
+    found = twoscale.trace(model, texts, tokenizer=tokenizer, loops=3)
+    assert torch.equal(found.ids, want.ids) and all(torch.equal(a, b) for a, b in zip(found.states, want.states, strict=True))
+    one = twoscale.trace(model, texts[1], tokenizer=tokenizer, loops=3)
+    assert one.ids.tolist() == [tokenizer.encode(texts[1])]
+    for bad, words in ((texts, "text needs a tokenizer"), ([texts[0], [1, 2]], "mixed"), (["", "a"], "text 0 is empty")):
+        with pytest.raises(UserError, match=words):
+            twoscale.trace(model, bad, tokenizer=tokenizer if words != "text needs a tokenizer" else None)  # type: ignore[arg-type]

@@ -2,12 +2,14 @@
 
 import html
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from conftest import CommandLine
 from twoscale.cli.reproduce import EFFORTS, Effort
+from twoscale.interop.export import export
 from twoscale.report.claims import judge
 from twoscale.report.load import load_run
 from twoscale.report.page import write_report
@@ -28,7 +30,7 @@ NANO = (
 )
 
 
-def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
+def test_resumable(tmp_path: Path, cli: CommandLine, undrawn: None) -> None:
     """Run again it does nothing but print, and what it prints is the same."""
     code, out, err = cli(*NANO, "--out", tmp_path / "run")
     assert code == 0 and "[1/6] train" in err and "nats a token" in out and str(tmp_path / "run") in err
@@ -46,9 +48,15 @@ def test_resumable(tmp_path: Path, cli: CommandLine) -> None:
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 
-def test_two_models(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bundled", ["a small model in its place", pytest.param("the model in the package", marks=pytest.mark.long)])
+def test_two_models(
+    bundled: str, tmp_path: Path, trained: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """What `make reproduce` does, in small: one run is trained, the bundled one measured, one page shows both; again it only prints."""
     monkeypatch.chdir(tmp_path)
+    if bundled != "the model in the package":
+        request.getfixturevalue("undrawn")
+        monkeypatch.setattr(sys.modules["twoscale.interop.load"], "BUNDLED", export(trained, tmp_path / "small", code=False))
     monkeypatch.setitem(
         EFFORTS, "quick", Effort(loops=3, windows=2, rounds=1, controller=False, calibration_windows=3, evaluation_windows=2)
     )
@@ -64,6 +72,7 @@ def test_two_models(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.Monkey
     assert "nano (nano)" in twice and "figures/run-1/" in twice and "figures/run-2/" in twice
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # three minutes of training, and a busy machine may take thrice that
 def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
     """`tiny` ends clearly below a bigram model on the same split, and more loops never hurt by more than 1 % up to 30."""

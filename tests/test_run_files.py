@@ -1,9 +1,11 @@
 """What a run folder may hold after a full disk, an editor or a stranger: one clear line, and the last checkpoint stays usable."""
 
+import ast
 import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import CommandLine, nano_run
-from test_bad_input import is_one_line
-from test_load import OURO, folder, ouro_tensors
-from test_train import arguments, losses
+from conftest import ROOT, CommandLine, is_one_line, nano_run
+from families import OURO, folder, ouro_tensors
+from training import arguments, losses
 from twoscale.cli.train import TrainArgs, parse_train
 from twoscale.config import UserError
 from twoscale.config.serial import read_jsonl, read_steps
@@ -301,3 +302,45 @@ def test_tensorboard_gets_the_geometry(tmp_path: Path, shards: Path) -> None:
         points = events.Scalars(key)
         assert [p.step for p in points] == [0, 4] and points[-1].value == pytest.approx(value, rel=1e-4)
     assert not any("geometry/" in key for r in read_jsonl(tmp_path / "metrics.jsonl") for key in r)
+
+
+def test_checkpoint_version(tmp_path: Path, trained: Path, cli: CommandLine) -> None:
+    """A checkpoint has a format version: a newer one is refused in one line that says so, none counts as version 1, no number as damage."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    folder = run / "checkpoints" / "step-000020"
+    state = json.loads((folder / "state.json").read_text())
+    assert state["version"] == ckpt.VERSION == 1
+    prompt = ("generate", run, "The loop", "--max-new-tokens", "2", "--temperature", "0")
+    commands = (prompt, ("eval", run), ("train", "--resume", run), ("trace", run, "--checkpoint", folder.name), ("export", folder))
+    code, text, err = cli(*prompt)
+    assert code == 0, err
+    for version in (2, 99):
+        (folder / "state.json").write_text(json.dumps(state | {"version": version}))
+        for command in commands:
+            code, _, err = cli(*command)
+            assert code == 2 and is_one_line(err) and f"format version {version}, this twoscale reads up to 1: update" in err, err
+    for version in (0, "1", None, True):
+        (folder / "state.json").write_text(json.dumps(state | {"version": version}))
+        code, _, err = cli(*prompt)
+        assert code == 2 and is_one_line(err) and "is damaged (state.json has version = " in err, err
+    del state["version"]
+    (folder / "state.json").write_text(json.dumps(state))
+    assert cli(*prompt)[:2] == (0, text)
+
+
+def test_run_folder_names() -> None:
+    """The names of a run's files and folders are spelt in config/run_folder.py and nowhere else in the package."""
+    home = ROOT / "src" / "twoscale" / "config" / "run_folder.py"
+    names = {value for value in literals(home) if re.fullmatch(r"[a-z_]+\.[a-z]+", value)} | {"checkpoints", "figures"}
+    assert {"config.json", "metrics.jsonl", "sweep.jsonl", "index.html", "state.json"} <= names
+    for path in (ROOT / "src").rglob("*.py"):
+        assert path == home or not set(literals(path)) & names, path
+
+
+def literals(path: Path) -> list[str]:
+    """The texts in a file's code, docstrings left out."""
+    tree = ast.parse(path.read_text())
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in bare)
+    return [node.value for node in constants if isinstance(node.value, str)]

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+import twoscale
 from conftest import CommandLine, nano_run
-from test_train import finish, start_process
+from forked import Command
+from training import finish
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
 from twoscale.report.page import write_report
@@ -99,7 +101,7 @@ def test_killed(swept: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(swept, run)
     (run / "sweep.jsonl").unlink()
-    process = start_process(["sweep", str(run), *SHORT])
+    process = Command(["sweep", str(run), *SHORT])
     for _ in range(3000):
         if len(read_jsonl(run / "sweep.jsonl")) >= 6:
             break
@@ -108,7 +110,7 @@ def test_killed(swept: Path, tmp_path: Path) -> None:
     process.communicate()
     before = measured(run / "sweep.jsonl")
     assert len(before) >= 5
-    finish(start_process(["sweep", str(run), *SHORT]))
+    finish(Command(["sweep", str(run), *SHORT]))
     after = measured(run / "sweep.jsonl")
     assert all(after[name] == before[name] for name in before) and set(after) == set(measured(swept / "sweep.jsonl"))
 
@@ -118,7 +120,7 @@ def test_two_processes(swept: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(swept, run)
     (run / "sweep.jsonl").unlink()
-    finish(start_process(["sweep", str(run), *SHORT], processes=2))
+    finish(Command(["sweep", str(run), *SHORT], processes=2))
     one, two = measured(swept / "sweep.jsonl"), measured(run / "sweep.jsonl")
     assert list(one) == list(two)
     for name in one:
@@ -331,14 +333,12 @@ def test_page(swept: Path) -> None:
 
 def test_eval(swept: Path, cli: CommandLine) -> None:
     """Loss, perplexity and bits per byte: with bytes for tokens a byte's bits are its nats over ln 2; exits say their steps."""
-    from twoscale.cli.eval import EvalArgs, eval_run
-
     code, out, _ = cli("eval", swept, "--windows", "4", "--exit", "auto")
     assert code == 0 and "bits per byte" in out and "of 6" in out
-    found = eval_run(EvalArgs(swept, windows=4, loops=3))
-    ends = found["tokens"] - found["bytes"]  # ends of documents stand for no byte
-    assert 0 <= ends < 20 and found["steps"] == [3.0, 3.0]
-    assert found["bits_per_byte"] == pytest.approx(found["ce"] / math.log(2) * found["tokens"] / found["bytes"])
+    found = twoscale.evaluate(swept, windows=4, loops=3)
+    ends = found.tokens - found.bytes  # ends of documents stand for no byte
+    assert 0 <= ends < 20 and found.steps == [3.0, 3.0]
+    assert found.bits_per_byte == pytest.approx(found.ce / math.log(2) * found.tokens / found.bytes)
     for words, told in ((("--windows", "0"), "--windows"), (("--loops", "0"), "loops"), (("--exit", "no"), "no exit rule")):
         code, _, err = cli("eval", swept, *words)
         assert code == 2 and told in err and err.count("\n") == 1

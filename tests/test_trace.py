@@ -10,7 +10,7 @@ import torch
 
 import twoscale
 from conftest import small_model
-from test_model import loud
+from models import loud
 from twoscale import geometry
 from twoscale.config import UserError
 from twoscale.geometry import record as record_module

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from test_model import loud
+from models import loud
 from twoscale import exits, forward, geometry
 from twoscale.config import ModelConfig, UserError, presets
 from twoscale.data import TokenData, Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import token_flops
-from twoscale.tradeoff.calibrate import DEPTHS, Calibration, Goal, Texts, best_path, fixed_sequence
+from twoscale.tradeoff.calibrate import DEPTHS, Calibrator, Goal, Texts, best_path, fixed_sequence
 from twoscale.tradeoff.controller import train_controller
 from twoscale.tradeoff.evaluate import counted_flops, evaluate
 from twoscale.tradeoff.heldout import HeldOut, heldout_part
@@ -204,7 +204,7 @@ def test_sharpness(tmp_path: Path) -> None:
     intervals apart. A token's loss is convex in its depth here, so depths drawn at random cost more than their mean (Jensen)."""
     model, text = two_speeds()
     texts = Texts(*(HeldOut(text.ids[i::3], text.targets[i::3], text.clusters[i::3], "windows") for i in range(3)))
-    found = Calibration(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))
+    found = Calibrator(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))
     rules = {g: exits.parse(word) for g, word in enumerate(found["rules"])}
     points = grid(model.config, 20, ("step-norm",), (0.0005, 0.005, 0.05, 0.5), None, rules)
     sweep = Sweeper(model, text, 20, tmp_path / "sweep.jsonl", {"checkpoint": "made", "weights": "x"}, ALONE, 1, 24).run(points)
@@ -277,17 +277,17 @@ def test_goals() -> None:
     """So many steps on average; what cannot be reached or is asked twice is refused."""
     model, text = two_speeds()
     texts = Texts(text, text, text)
-    found = Calibration(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(mean_steps=6.5))
+    found = Calibrator(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(mean_steps=6.5))
     assert found["report"]["calibrated"]["mean_steps"] <= 6.5 and found["bound"] > 0
     with pytest.raises(UserError, match="the quickest takes"):
-        Calibration(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(mean_steps=0.5))
+        Calibrator(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(mean_steps=0.5))
     for wrong in ({}, {"max_dce": 0.1, "ms": 3.0}, {"max_dce": -1.0}, {"mean_steps": math.nan}):
         with pytest.raises(UserError, match="ask for one thing"):
             Goal(**wrong)
     with pytest.raises(UserError, match="no threshold"):
-        Calibration(model, exits.Fixed(3), texts, 20, 0.05)
+        Calibrator(model, exits.Fixed(3), texts, 20, 0.05)
     with pytest.raises(UserError, match="delta"):
-        Calibration(model, exits.StepNorm(0.1), texts, 20, 0.7)
+        Calibrator(model, exits.StepNorm(0.1), texts, 20, 0.7)
 
 
 def test_rivals_are_certified_alike() -> None:
@@ -295,7 +295,7 @@ def test_rivals_are_certified_alike() -> None:
     tokens need different depths its whole interval lies below zero."""
     model, text = two_speeds()
     texts = Texts(*(HeldOut(text.ids[i::9], text.targets[i::9], text.clusters[i::9], "windows") for i in range(3)))
-    limit, report = 0.12, Calibration(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))["report"]
+    limit, report = 0.12, Calibrator(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))["report"]
     full = evaluate(model, texts.certify, None, 20).losses
     depths = [k for k in DEPTHS if k < 20]
     bounds = [

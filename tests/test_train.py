@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -16,7 +15,9 @@ import pytest
 import torch
 
 from conftest import CommandLine, nano_run, small_model
-from twoscale.config import RunConfig, TrainConfig, UserError
+from forked import Command
+from training import arguments, finish, losses, wait_for_step
+from twoscale.config import TrainConfig, UserError
 from twoscale.config.serial import read_jsonl
 from twoscale.interop import load
 from twoscale.model import LoopedGPT
@@ -28,58 +29,18 @@ from twoscale.train.parallel import World
 ONE = World(0, 1, torch.device("cpu"))
 
 
-def losses(run: Path) -> list[float]:
-    records = read_jsonl(run / "metrics.jsonl")
-    assert [r["step"] for r in records] == list(range(1, len(records) + 1))
-    return [r["loss"] for r in records]
-
-
-def arguments(config: RunConfig, out: Path, shards: Path) -> list[str]:
-    """The command line of a nano run with these training settings."""
-    words = ["train", "--preset", "nano", "--out", str(out), "--data-dir", str(shards)]
-    base = nano_run().train
-    for f in dataclasses.fields(TrainConfig):
-        value = getattr(config.train, f.name)
-        if value != getattr(base, f.name):
-            words += [f"--train.{f.name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return words
-
-
-def start_process(words: list[str], processes: int = 1, **environment: str) -> subprocess.Popen[str]:
-    launcher = ["-m", "twoscale"]
-    if processes > 1:
-        port = 20_000 + os.getpid() % 20_000
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}", *launcher]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, *launcher, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == code, out
-    return out
-
-
-def wait_for_step(run: Path, step: int) -> None:
-    for _ in range(3000):
-        if len(read_jsonl(run / "metrics.jsonl")) >= step:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was never reached")
-
-
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_kill_and_resume(optimizer: str, tmp_path: Path, shards: Path) -> None:
     """A run that is killed with -9 in the middle and started again has bitwise the losses and weights of one that was not."""
     config = nano_run(steps=60, checkpoint_interval=7, eval_interval=20, optimizer=optimizer)
-    finish(start_process(arguments(config, tmp_path / "whole", shards)))
-    process = start_process(arguments(config, tmp_path / "killed", shards))
+    finish(Command(arguments(config, tmp_path / "whole", shards)))
+    process = Command(arguments(config, tmp_path / "killed", shards))
     wait_for_step(tmp_path / "killed", 18)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     done = len(read_jsonl(tmp_path / "killed" / "metrics.jsonl"))
     assert process.returncode == -signal.SIGKILL and 18 <= done < 60
-    assert "going on from step" in finish(start_process(arguments(config, tmp_path / "killed", shards)))
+    assert "going on from step" in finish(Command(arguments(config, tmp_path / "killed", shards)))
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed") and len(losses(tmp_path / "whole")) == 60
     a, b = (ckpt.read_tensors(tmp_path / run / "checkpoints" / "step-000060" / "model.safetensors") for run in ("whole", "killed"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -92,7 +53,7 @@ def test_processes_agree(optimizer: str, tmp_path: Path, shards: Path) -> None:
     start_run(config, tmp_path / "one", shards)
     for kind in ("ddp", "fsdp"):
         changed = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=kind))
-        finish(start_process(arguments(changed, tmp_path / kind, shards), processes=2))
+        finish(Command(arguments(changed, tmp_path / kind, shards), processes=2))
         assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / kind), strict=True)) < 1e-5, kind
         one, other = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("one", kind))
         assert [r["loops"] for r in one] == [r["loops"] for r in other]
@@ -121,9 +82,9 @@ def test_resume_on_other_processes(tmp_path: Path, shards: Path) -> None:
     start_run(config, tmp_path / "one", shards)
     words = arguments(dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp")), tmp_path / "run", shards)
     for first, second in ((1, 2), (2, 1)):
-        finish(start_process(words, processes=first))
+        finish(Command(words, processes=first))
         ckpt.set_aside_after(tmp_path / "run" / "checkpoints", 10)
-        assert "going on from step 10" in finish(start_process(words, processes=second))
+        assert "going on from step 10" in finish(Command(words, processes=second))
         assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "run"), strict=True)) < 1e-5
         shutil.rmtree(tmp_path / "run")
 
@@ -168,24 +129,28 @@ def test_memory_does_not_grow_with_loops() -> None:
 def test_signals_save(number: signal.Signals, tmp_path: Path, shards: Path) -> None:
     """Ctrl-C and SIGTERM finish the step, save, say how to go on, and leave with 128 + the signal."""
     config = nano_run(steps=5000, checkpoint_interval=5000, eval_interval=5000)
-    process = start_process(arguments(config, tmp_path / "run", shards))
+    process = Command(arguments(config, tmp_path / "run", shards))
     wait_for_step(tmp_path / "run", 5)
     process.send_signal(number)
     out = finish(process, 128 + number)
     step = len(losses(tmp_path / "run"))
     assert f"at step {step}" in out and "--resume" in out and "Traceback" not in out
-    assert ckpt.read_progress(tmp_path / "run" / "checkpoints" / ckpt.name_of(step)).step == step
+    assert ckpt.read_progress(tmp_path / "run" / "checkpoints" / ckpt.checkpoint_name(step)).step == step
 
 
 def test_signal_to_several_processes(tmp_path: Path, shards: Path) -> None:
-    """A signal that reaches one rank stops all of them at the same step, saved."""
+    """Started by torchrun, a signal that reaches one rank stops all of them at the same step, saved."""
     config = nano_run(steps=5000, checkpoint_interval=5000, eval_interval=5000)
-    process = start_process(arguments(config, tmp_path / "run", shards), processes=2)
+    words = [f"--master-port={20_000 + os.getpid() % 20_000}", "-m", "twoscale", *arguments(config, tmp_path / "run", shards)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     wait_for_step(tmp_path / "run", 5)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert (step := len(losses(tmp_path / "run"))) >= 5
-    assert ckpt.fault(tmp_path / "run" / "checkpoints" / ckpt.name_of(step)) is None
+    assert ckpt.fault(tmp_path / "run" / "checkpoints" / ckpt.checkpoint_name(step)) is None
 
 
 def test_divergence(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:

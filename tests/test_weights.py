@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 import twoscale
 from conftest import small_model
-from test_model import loud
+from models import loud
 from twoscale.engine import Engine, Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.kernels import decode_copy, fingerprint as fingerprints
 from twoscale.engine.kernels.library import native

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from test_words import HEADER, a_point, a_sweep
+from sweeps import HEADER, a_point, a_sweep
 from twoscale.cli.eval import table as eval_table
 from twoscale.cli.generate import summary
 from twoscale.cli.sweep import table as sweep_lines

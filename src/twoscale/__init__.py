@@ -7,10 +7,12 @@ from twoscale.config.cpu import set_openmp_defaults
 
 if TYPE_CHECKING:
     from twoscale import exits, geometry
+    from twoscale.api import calibrate, evaluate, evaluate_tasks, sweep
     from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, UserError, presets
     from twoscale.engine import forward, generate
     from twoscale.interop.load import load
     from twoscale.model import LoopedGPT
+    from twoscale.report import report
     from twoscale.tracing import trace
 
 __version__ = "0.1.0"
@@ -26,11 +28,17 @@ _HOMES = {
     "UserError": "twoscale.config",
     "presets": "twoscale.config",
     "LoopedGPT": "twoscale.model",
+    "calibrate": "twoscale.api",
+    "evaluate": "twoscale.api",
+    "evaluate_tasks": "twoscale.api",
+    "sweep": "twoscale.api",
     "forward": "twoscale.engine",
     "generate": "twoscale.engine",
     "load": "twoscale.interop",
     "trace": "twoscale.tracing",
 }
+
+_PACKAGES = ("exits", "geometry", "report")  # `report` can be called
 
 __all__ = [
     "DataConfig",
@@ -39,22 +47,27 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "UserError",
+    "calibrate",
+    "evaluate",
+    "evaluate_tasks",
     "exits",
     "forward",
     "generate",
     "geometry",
     "load",
     "presets",
+    "report",
+    "sweep",
     "trace",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES and name not in ("exits", "geometry"):
+    if name not in _HOMES and name not in _PACKAGES:
         raise AttributeError(f"module 'twoscale' has no attribute {name!r}")
     if name == "presets":
         return importlib.import_module("twoscale.config.presets")
-    if name in ("exits", "geometry"):
+    if name in _PACKAGES:
         return importlib.import_module(f"twoscale.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 

@@ -139,6 +139,7 @@ def _busy(args: BenchDecodeArgs) -> int:
     if args.repeats < 1:
         raise UserError("--repeats is at least 1")
     bundled, tokenizer = load("bundled")
+    assert tokenizer is not None
     preset, ids = LoopedGPT(presets.get(args.preset).model).eval(), list(range(1, 9))
     works = decode_works({"bundled, README's example, 64 tokens": (bundled, tokenizer.encode("The old man looked at the sea and"), 64)})
     works |= decode_works({f"preset {args.preset}, 8 tokens": (preset, ids, 8)})
@@ -260,6 +261,7 @@ def _serve_busy(args: BenchServeArgs) -> int:
     from twoscale.bench.busy import beside_other_programs, served
 
     model, tokenizer = load("bundled")
+    assert tokenizer is not None
     with served(model, tokenizer, tokenizer.encode("The old man looked at the sea and"), 24) as request:
         print(f"medians of {args.rounds} interleaved rounds, ratios within a round\n{BUSY_HEAD}")
         for name, beside in beside_other_programs({"bundled over HTTP, 24 tokens": request}, args.rounds).items():

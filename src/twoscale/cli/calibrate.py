@@ -10,10 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from twoscale.cli.parse import parse, say
-from twoscale.cli.runs import on_run
-from twoscale.config import UserError
-from twoscale.config.lock import lock
+from twoscale.cli.parse import options, parse, say
 from twoscale.report.words import calibration_sentences
 
 
@@ -44,38 +41,12 @@ class CalibrateArgs:
 
 
 def run(args: list[str]) -> int:
-    result = calibrate_run(on_run(parse(CalibrateArgs, args, "twoscale calibrate")))
-    print(describe(result))
+    given = parse(CalibrateArgs, args, "twoscale calibrate")
+
+    from twoscale.api import calibrate
+
+    print(describe(calibrate(given.run, **options(given), progress=say).record))
     return 0
-
-
-def calibrate_run(args: CalibrateArgs) -> dict[str, Any]:
-    """Calibrate and write RUN/calibration.json."""
-    from twoscale import exits
-    from twoscale.config.files import write_json
-    from twoscale.tradeoff.calibrate import Calibration, Goal, Texts
-    from twoscale.tradeoff.controller import controller
-    from twoscale.tradeoff.load_run import load_run
-    from twoscale.tradeoff.summary import CALIBRATION
-
-    asked = (args.max_dce, args.mean_steps, args.ms)
-    goal = Goal(*asked) if any(value is not None for value in asked) else Goal(max_dce=0.005)
-    if args.windows < 2 or args.loops < 2:
-        raise UserError("--windows and --loops are at least 2")
-    kind = exits.NAMES.get(args.rule.split(":")[0])
-    if kind is not exits.Learned:
-        needs_value = kind is not None and ":" not in args.rule and "tau" in kind.__dataclass_fields__
-        rule = exits.parse(f"{args.rule}:0.01" if needs_value else args.rule)
-    opened = load_run(args.run, args.checkpoint, args.data_dir)
-    texts = Texts(opened.text("fit", max(1, args.windows // 3)), opened.text("certify", args.windows), opened.text("report", args.windows))
-    with lock(args.run, "calibrate"):
-        if kind is exits.Learned:
-            say("the controller is read or trained")
-            rule = controller(args.run, opened, args.loops)
-        known = opened.about | {"windows": args.windows, "source": opened.source}
-        result = known | Calibration(opened.model, rule, texts, args.loops, args.delta, say).run(goal)
-        write_json(args.run / CALIBRATION, result)
-    return result
 
 
 def describe(result: dict[str, Any]) -> str:

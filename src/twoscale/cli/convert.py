@@ -13,6 +13,7 @@ import tyro
 from twoscale.cli.parse import parse, say
 from twoscale.config import DataConfig, UserError
 from twoscale.config.groups import Groups
+from twoscale.config.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def run(args: list[str]) -> int:
             data=given.data, data_dir=given.data_dir,
             progress=line,
         )  # fmt: skip
-    if given.data_dir is None and (skipped := describe_skipped(load_manifest(made / "data"))) is not None:
+    if given.data_dir is None and (skipped := describe_skipped(load_manifest(RunFolder(made).data))) is not None:
         say(skipped)
     print(made)
     return 0

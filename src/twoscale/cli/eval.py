@@ -5,19 +5,19 @@ twoscale eval runs/tiny --tasks my_task --include my/tasks --num-fewshot 2 --out
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from twoscale.cli.parse import parse
-from twoscale.cli.runs import on_run
-from twoscale.config import UserError, missing_package
+from twoscale.cli.runs import as_run
+from twoscale.config import UserError
 from twoscale.config.files import make_folder, write_json
 from twoscale.report.words import evaluation_text
 
-BATCH = 16  # texts of a task that share a pass
+TASK_OPTIONS = ("include", "limit", "num_fewshot", "batch_size")  # settings that go with --tasks
 
 
 @dataclass(frozen=True)
@@ -52,38 +52,22 @@ class EvalArgs:
 
 def run(args: list[str]) -> int:
     given = parse(EvalArgs, args, "twoscale eval")
-    for name in () if given.tasks else ("include", "limit", "num_fewshot", "batch_size"):
+    for name in () if given.tasks else TASK_OPTIONS:
         if getattr(given, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
-    found = eval_tasks(given) if given.tasks else eval_run(on_run(given))
+
+    from twoscale.api import evaluate, evaluate_tasks
+
+    common: dict[str, Any] = {"exit": given.exit, "loops": given.loops, "checkpoint": given.checkpoint}
+    if given.tasks:
+        common |= {name: getattr(given, name) for name in TASK_OPTIONS}
+        found = asdict(evaluate_tasks(given.run, given.tasks, **common))
+    else:
+        found = asdict(evaluate(as_run(given.run), windows=given.windows, data_dir=given.data_dir, **common))
     if given.output is not None:
         write_json(make_folder(given.output.parent) / given.output.name, found)
     print(tasks_table(found) if given.tasks else table(found))
     return 0
-
-
-def eval_run(args: EvalArgs) -> dict[str, Any]:
-    from twoscale.tradeoff.evaluate import evaluate
-    from twoscale.tradeoff.heldout import heldout_windows
-    from twoscale.tradeoff.load_run import chosen_exit, load_run
-    from twoscale.tradeoff.stats import interval
-    from twoscale.train.checkpoint import find_checkpoint
-
-    if args.windows < 2:
-        raise UserError("--windows is at least 2")
-    opened = load_run(args.run, args.checkpoint, args.data_dir)
-    exit, loops = chosen_exit(find_checkpoint(args.run, args.checkpoint), args.exit, args.loops)
-    counts = opened.model.config.loops_for(loops)
-    text = heldout_windows(opened.data, opened.model.config.block_size, args.windows)
-    found = evaluate(opened.model, text, exit, counts)
-    ce, size = float(found.losses.mean()), opened.tokenizer.byte_lengths()[text.targets].sum()
-    low, high = interval(found.losses.numpy(), text.clusters.numpy())
-    return {
-        "checkpoint": opened.about["checkpoint"], "tokens": text.targets.numel(), "bytes": int(size), "windows": len(text.ids),
-        "source": opened.source, "exit": args.exit,
-        "loops": list(counts), "ce": ce, "ce_low": low, "ce_high": high, "ppl": math.exp(ce),
-        "bits_per_byte": float(found.losses.sum()) / math.log(2) / int(size), "steps": found.steps.double().mean(dim=(0, 1)).tolist(),
-    }  # fmt: skip
 
 
 def table(found: dict[str, Any]) -> str:
@@ -96,32 +80,6 @@ def table(found: dict[str, Any]) -> str:
         f"bits per byte   {found['bits_per_byte']:.4f}\n"
         f"mean steps      {steps}"
     )
-
-
-def eval_tasks(args: EvalArgs) -> dict[str, Any]:
-    """What each task of the lm-evaluation-harness reports, and the mean steps."""
-    for name, least in (("limit", 1), ("num_fewshot", 0), ("batch_size", 1)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
-    try:
-        from twoscale.interop.harness import HarnessModel, evaluate
-    except ModuleNotFoundError:
-        raise missing_package("--tasks needs the lm-evaluation-harness", "eval") from None
-    from twoscale.interop import find, load
-    from twoscale.tradeoff.load_run import chosen_exit
-    from twoscale.train.checkpoint import find_checkpoint
-
-    folder = find(args.run) if args.checkpoint is None else find_checkpoint(args.run, args.checkpoint)
-    exit, loops = chosen_exit(folder, args.exit, args.loops)
-    model, tokenizer = load(folder)
-    if tokenizer is None:
-        raise UserError(f"{args.run} has no tokenizer.json, which the harness needs")
-    lm = HarnessModel(model, tokenizer, loops, exit, args.batch_size or BATCH)
-    results = evaluate(lm, list(args.tasks), args.include, args.limit, args.num_fewshot)
-    return {
-        "model": str(args.run), "exit": args.exit, "loops": list(model.config.loops_for(loops)), "num_fewshot": args.num_fewshot,
-        "batch_size": lm.batch, "limit": args.limit, "results": results, "tokens": lm.tokens, "mean_steps": lm.mean_steps,
-    }  # fmt: skip
 
 
 def tasks_table(found: dict[str, Any]) -> str:

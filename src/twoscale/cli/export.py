@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from twoscale.cli.parse import parse
+from twoscale.config.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,6 @@ def run(args: list[str]) -> int:
     from twoscale.interop.export import export
 
     folder = find(given.run)
-    default = folder / "export" if (folder / "checkpoints").is_dir() else Path("exported") / folder.resolve().name
+    default = RunFolder(folder).export if RunFolder(folder).is_run else Path("exported") / folder.resolve().name
     print(export(folder, given.out or default, given.checkpoint, given.dtype, given.code))
     return 0

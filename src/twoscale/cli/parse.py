@@ -54,7 +54,17 @@ def chosen(args: Sequence[str], flag: str, otherwise: str) -> str:
     return found
 
 
+def options(args: Any) -> dict[str, Any]:
+    """The arguments of a command by name, without the run."""
+    return {name: value for name, value in vars(args).items() if name != "run"}
+
+
+def is_main_process() -> bool:
+    """Whether this is the first of the processes that torchrun may have started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(*words: object) -> None:
     """Progress and remarks go to stderr, results to stdout; of several processes the first one speaks."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         print(*words, file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from twoscale.cli.runs import BUNDLED, as_run
 from twoscale.cli.train import TrainArgs, parse_train, train
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
+from twoscale.config.run_folder import ReportFolder, RunFolder
 from twoscale.config.serial import read_json
 
 LOOPS = (1, 2, 4, 8, 12, 20, 30)
@@ -100,15 +101,15 @@ def _clock(seconds: float) -> str:
 
 
 def _page(runs: list[Path]) -> Path:
-    return (runs[0] if len(runs) == 1 else runs[-1].parent) / "report" / "index.html"
+    return ReportFolder.of(*reversed(runs)).page
 
 
 def _train_stage(args: TrainArgs, out: Path) -> int:
     from twoscale.train.checkpoint import list_checkpoints, load_config
     from twoscale.train.run import differences
 
-    newest = list_checkpoints(out / "checkpoints")[-1:]
-    if newest and newest[0].name == f"step-{args.config.train.steps:06d}" and not differences(load_config(out), args.config):
+    newest = list_checkpoints(RunFolder(out).checkpoints)[-1:]
+    if newest and newest[0] == RunFolder(out).checkpoint(args.config.train.steps) and not differences(load_config(out), args.config):
         say(f"already trained: {newest[0]}")
         return 0
     return train(args)
@@ -118,18 +119,17 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     """Held-out loss at several depths, beside a bigram model where the run was trained on the same source."""
     from twoscale.config.files import write_json
     from twoscale.data import TokenData
-    from twoscale.interop.convert import SOURCE
     from twoscale.tradeoff.bigram import bigram_cross_entropy
     from twoscale.tradeoff.evaluate import evaluate
     from twoscale.tradeoff.heldout import heldout_windows
     from twoscale.tradeoff.load_run import load_run_model
-    from twoscale.tradeoff.summary import EVALUATION, read_evaluation
+    from twoscale.tradeoff.summary import read_evaluation
 
     opened = load_run_model(out)
     config: RunConfig = opened.config
     windows = min(effort.evaluation_windows, config.train.eval_sequences)
     asked = {**opened.about, "windows": windows}
-    old = read_evaluation(out / EVALUATION)
+    old = read_evaluation(RunFolder(out).evaluation)
     if old is not None and all(old.get(key) == value for key, value in asked.items()):
         say("already evaluated")
         return 0
@@ -138,7 +138,7 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     for k in LOOPS if config.model.n_groups else (1,):
         by_loops[str(k)] = float(evaluate(opened.model, text, None, k if config.model.n_groups else ()).losses.mean())
         say(f"  {k:>2} loops: {by_loops[str(k)]:.4f} nats a token")
-    trained_here = not (out / SOURCE).exists()
+    trained_here = not RunFolder(out).source.exists()
     result: dict[str, Any] = {
         **asked,
         "source": opened.source,
@@ -149,58 +149,58 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
         "cross_entropy_by_loops": by_loops,
         "bigram_cross_entropy": bigram_cross_entropy(TokenData(opened.data.folder, "train"), text) if trained_here else None,
     }
-    write_json(out / EVALUATION, result)
+    write_json(RunFolder(out).evaluation, result)
     return 0
 
 
 def _trace_stage(out: Path) -> int:
     """The last checkpoint in full; the ones before it were measured while training."""
-    from twoscale.cli.trace import TraceArgs, trace_run
-    from twoscale.geometry.probe import GEOMETRY, SEQUENCE
+    from twoscale.geometry.run import measure_run
     from twoscale.report.load import read_geometry
     from twoscale.train.checkpoint import find_checkpoint, read_progress
 
-    records = [r for r in read_geometry(out / GEOMETRY) if r["step"] == read_progress(find_checkpoint(out, None)).step]
-    if (out / SEQUENCE).exists() and records and all("limit" in group for group in records[0]["groups"]):
+    records = [r for r in read_geometry(RunFolder(out).geometry) if r["step"] == read_progress(find_checkpoint(out, None)).step]
+    if RunFolder(out).sequence.exists() and records and all("limit" in group for group in records[0]["groups"]):
         say("already traced")
         return 0
-    trace_run(TraceArgs(run=out))
+    measure_run(out, progress=say)
     return 0
 
 
 def _calibrate_stage(out: Path, effort: Effort) -> int:
     """Thresholds for each group; before the sweep, which then shows them beside everything else."""
-    from twoscale.cli.calibrate import CalibrateArgs, calibrate_run, describe
+    from twoscale.cli.calibrate import describe
+    from twoscale.tradeoff.commands import calibrate
     from twoscale.tradeoff.load_run import calibrated_exit, name_checkpoint
-    from twoscale.tradeoff.summary import CALIBRATION, read_calibration
+    from twoscale.tradeoff.summary import read_calibration
     from twoscale.train.checkpoint import find_checkpoint
 
-    found = read_calibration(out / CALIBRATION)
+    found = read_calibration(RunFolder(out).calibration)
     known = calibrated_exit(out, name_checkpoint(find_checkpoint(out, None)), must=False) is not None
     if known and found is not None and (found["loops"], found.get("windows")) == (effort.loops, effort.calibration_windows):
         say("already calibrated")
         return 0
-    say(describe(calibrate_run(CalibrateArgs(out, max_dce=0.005, loops=effort.loops, windows=effort.calibration_windows))))
+    say(describe(calibrate(out, max_dce=0.005, loops=effort.loops, windows=effort.calibration_windows, progress=say).record))
     return 0
 
 
 def _sweep_stage(out: Path, effort: Effort) -> int:
     """Everything that the file does not hold yet; a finished sweep is only read."""
-    from twoscale.cli.sweep import SweepArgs, sweep_run
+    from twoscale.tradeoff.commands import sweep
 
-    sweep_run(SweepArgs(out, loops=effort.loops, windows=effort.windows, rounds=effort.rounds, controller=effort.controller))
+    sweep(out, loops=effort.loops, windows=effort.windows, rounds=effort.rounds, controller=effort.controller, progress=say)
     return 0
 
 
 def _report_stage(runs: list[Path]) -> int:
     from twoscale.config.files import write_json
     from twoscale.report.page import write_report
-    from twoscale.tradeoff.summary import CALIBRATION, EVALUATION, SAMPLES, SWEEP
 
-    names = ("geometry.jsonl", EVALUATION, "trace/sequence.json", SWEEP, CALIBRATION, SAMPLES)
-    made_from = [path for run in runs for name in names if (path := run / name).exists()]
+    folders = [RunFolder(run) for run in runs]
+    files = [p for f in folders for p in (f.geometry, f.evaluation, f.sequence, f.sweep, f.calibration, f.samples)]
+    made_from = [path for path in files if path.exists()]
     page, shown = _page(runs), [str(run.resolve()) for run in runs]
-    noted = page.parent / "runs.json"
+    noted = ReportFolder(page.parent).runs
     same = noted.exists() and read_json(noted) == shown
     if same and page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
         say("already written")
@@ -213,14 +213,14 @@ def _report_stage(runs: list[Path]) -> int:
 def _print_table(run: Path) -> None:
     from twoscale.report.verdict import recommend
     from twoscale.report.words import evaluation_text
-    from twoscale.tradeoff.summary import EVALUATION, SWEEP, read_evaluation, read_sweep
+    from twoscale.tradeoff.summary import read_evaluation, read_sweep
 
-    result = read_evaluation(run / EVALUATION)
+    result = read_evaluation(RunFolder(run).evaluation)
     assert result is not None
     print(f"{run.name}: cross-entropy on {evaluation_text(result)}; {result['checkpoint']}, trained with {result['optimizer']}")
     rows = [*result["cross_entropy_by_loops"].items(), *[("bigram", ce) for ce in [result["bigram_cross_entropy"]] if ce is not None]]
     print(f"{'loops':>8}  nats a token")
     for k, ce in rows:
         print(f"{k:>8}  {ce:.4f}")
-    if (swept := read_sweep(run / SWEEP, load_config(run).model.mean_loops)) is not None:
+    if (swept := read_sweep(RunFolder(run).sweep, load_config(run).model.mean_loops)) is not None:
         print(recommend(swept)[0])

@@ -4,21 +4,16 @@ twoscale sweep runs/tiny
 torchrun --nproc-per-node 8 -m twoscale sweep runs/paper --rules step-norm kl acceleration entropy
 """
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from twoscale.cli.parse import parse, say
-from twoscale.cli.runs import on_run
-from twoscale.config import UserError
-from twoscale.config.lock import lock
+from twoscale.cli.parse import is_main_process, options, parse, say
 from twoscale.report.words import default_depth, signed, sweep_text
 
 if TYPE_CHECKING:
-    from twoscale.tradeoff.load_run import LoadedRun
     from twoscale.tradeoff.summary import Sweep
 
 
@@ -47,74 +42,14 @@ class SweepArgs:
 
 
 def run(args: list[str]) -> int:
-    given = on_run(parse(SweepArgs, args, "twoscale sweep"))
-    found = sweep_run(given)
-    if found is not None:
+    given = parse(SweepArgs, args, "twoscale sweep")
+
+    from twoscale.api import sweep
+
+    found = sweep(given.run, **options(given), progress=say)
+    if is_main_process():
         print(table(found))
     return 0
-
-
-def sweep_run(args: SweepArgs) -> "Sweep | None":
-    """The sweep; None in all processes but the first."""
-    from twoscale.tradeoff.controller import controller
-    from twoscale.tradeoff.load_run import calibrated_exit, load_run
-    from twoscale.tradeoff.points import grid, settings
-    from twoscale.tradeoff.sweep import Sweeper
-    from twoscale.train.parallel import open_world
-
-    if args.windows < 2 or args.rounds < 1 or args.loops < 2:
-        raise UserError("--windows and --loops are at least 2, --rounds at least 1")
-    if not args.taus or not all(0 <= tau < float("inf") for tau in args.taus):
-        raise UserError("--taus are numbers of at least 0")
-    for name in args.rules:
-        settings(name, args.taus)
-    with open_world() as world, contextlib.ExitStack() as held:
-        opened = load_run(args.run, args.checkpoint, args.data_dir, world.device)
-        problem = None
-        if world.main:
-            try:
-                held.enter_context(lock(args.run, "sweep"))
-            except UserError as error:
-                problem = str(error)
-        world.agree(problem)
-        text = opened.text("report", args.windows)
-        calibrated = calibrated_exit(args.run, opened.about, must=False)
-        learned = None
-        if args.controller:
-            if world.main:
-                try:
-                    say("the controller is read or trained")
-                    controller(args.run, opened, args.loops)
-                except UserError as error:
-                    problem = str(error)
-            world.agree(problem)
-            learned = controller(args.run, opened, args.loops)
-        points = grid(opened.model.config, args.loops, args.rules, args.taus, learned, calibrated)
-        sweeper = Sweeper(
-            opened.model, text, args.loops, args.run / "sweep.jsonl", opened.about, world, args.rounds, args.windows,
-            lambda token: opened.tokenizer.decode([token]), opened.source,
-        )  # fmt: skip
-        found = sweeper.run(points, say)
-        if world.main:
-            _samples(args.run, opened, found, calibrated)
-        return found if world.main else None
-
-
-def _samples(run: Path, opened: "LoadedRun", found: "Sweep", calibrated: Any) -> None:
-    """Three texts with the calibrated rule, or with the one that the sweep recommends."""
-    from twoscale import exits
-    from twoscale.config.serial import read_json
-    from twoscale.report.verdict import best
-    from twoscale.tradeoff.samples import write_samples
-    from twoscale.tradeoff.summary import SAMPLES
-
-    loops = found.header["loops"]
-    point = best(found, ("acceleration", "step-norm", "kl"))
-    spelt = f"calibrated: {', '.join(exits.spell(calibrated[g]) for g in sorted(calibrated))}" if calibrated else ""
-    exit, words = (calibrated, spelt) if calibrated else (point["id"], point["id"]) if point else (None, "none, all loops")
-    old = read_json(run / SAMPLES) if (run / SAMPLES).exists() else {}
-    if not isinstance(old, dict) or any(old.get(key) != value for key, value in {**opened.about, "rule": words, "loops": loops}.items()):
-        write_samples(run, opened, exit, words, loops)
 
 
 def _default(sweep: "Sweep") -> str:

@@ -10,11 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from twoscale.cli.parse import parse, say
-from twoscale.cli.runs import on_run
-from twoscale.config import UserError
-from twoscale.config.lock import lock
-from twoscale.config.model import MAX_LOOPS
+from twoscale.cli.parse import options, parse, say
+from twoscale.cli.runs import as_run
 
 
 @dataclass(frozen=True)
@@ -38,24 +35,9 @@ class TraceArgs:
 
 
 def run(args: list[str]) -> int:
-    trace_run(on_run(parse(TraceArgs, args, "twoscale trace")))
+    given = parse(TraceArgs, args, "twoscale trace")
+
+    from twoscale.geometry.run import measure_run
+
+    measure_run(as_run(given.run), **options(given), progress=say)
     return 0
-
-
-def trace_run(args: TraceArgs) -> None:
-    from twoscale.geometry.probe import measure_checkpoint, trace_sequence
-    from twoscale.train.checkpoint import find_checkpoint, list_checkpoints
-    from twoscale.train.run import find_data
-
-    numbers = [n for n in (args.loops, args.limit_loops) if n is not None]
-    if min(numbers) < 1 or max(numbers) > MAX_LOOPS or (args.sequences is not None and args.sequences < 1):
-        raise UserError(f"--loops and --limit-loops lie between 1 and {MAX_LOOPS}, --sequences is at least 1")
-    folders = list_checkpoints(args.run / "checkpoints") if args.all else []
-    folders = folders or [find_checkpoint(args.run, args.checkpoint)]
-    data = find_data(args.run, args.data_dir)
-    with lock(args.run, "trace"):
-        for i, folder in enumerate(folders, start=1):
-            record = measure_checkpoint(args.run, folder, data, args.loops, args.sequences, args.limit_loops)
-            shares = ", ".join(f"{g['name']} {g['verdict']}" for g in record["groups"])
-            say(f"{i}/{len(folders)} {folder.name}: {record['tokens']} tokens in {record['seconds']:.1f} s; groups {shares}")
-        trace_sequence(args.run, folders[-1], data, args.loops)

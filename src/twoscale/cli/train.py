@@ -17,6 +17,7 @@ import tyro
 
 from twoscale.cli.parse import chosen, parse, say
 from twoscale.config import RunConfig, UserError, presets
+from twoscale.config.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,10 @@ def _named(preset: RunConfig, args: list[str]) -> RunConfig:
 
 def _run_in(out: str) -> RunConfig | None:
     """The settings of the run that a folder holds."""
-    from twoscale.config.run_file import CONFIG, load_config
+    from twoscale.config.run_file import load_config
 
-    return load_config(Path(out)) if (Path(out) / CONFIG).is_file() and (Path(out) / "checkpoints").is_dir() else None
+    run = RunFolder(Path(out))
+    return load_config(run.path) if run.config.is_file() and run.is_run else None
 
 
 def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
@@ -114,7 +116,7 @@ def _like(preset: RunConfig, init: str) -> RunConfig:
 
     folder = find(init)
     config = model_config(folder)
-    data = replace(preset.data, tokenizer=str(folder.resolve())) if (folder / "tokenizer.json").exists() else preset.data
+    data = replace(preset.data, tokenizer=str(folder.resolve())) if RunFolder(folder).tokenizer.exists() else preset.data
     return replace(preset, name=f"{folder.resolve().name}-trained", model=config, data=data)
 
 
@@ -127,12 +129,12 @@ def train(args: TrainArgs) -> int:
 
     config, out = args.config, args.out or Path("runs") / args.config.name
     if args.resume is not None:
-        if (args.resume / "source.json").exists():
+        if RunFolder(args.resume).source.exists():
             raise UserError(f"{args.resume} was made by `convert`, not trained: go on from it with --init {args.resume} --out ANOTHER")
         config, out = load_config(args.resume), args.resume
     try:
         with DocumentLine() as line:
-            init = None if args.init is None or list_checkpoints(out / "checkpoints") else load(args.init)
+            init = None if args.init is None or list_checkpoints(RunFolder(out).checkpoints) else load(args.init)
             result = start_run(config, out, args.data_dir, args.checkpoint, line, [probe_geometry], init)
     except Diverged as error:
         say(f"twoscale train: {error}")

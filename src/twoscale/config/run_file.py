@@ -5,9 +5,9 @@ from pathlib import Path
 from twoscale.config.errors import UserError
 from twoscale.config.files import write_json
 from twoscale.config.run import RunConfig
+from twoscale.config.run_folder import CONFIG as CONFIG
 from twoscale.config.serial import from_dict, read_json, to_dict
 
-CONFIG = "config.json"
 MODEL_TYPE = "twoscale"
 
 

@@ -1,8 +1,10 @@
 """Values on one line: tensors and arrays by shape and dtype, long lists by their first entries and their length."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from twoscale.config.errors import missing_package
 
 FIRST = 3  # entries of a long list that are shown
 LONG = 12  # entries from which on a list is long
@@ -31,3 +33,12 @@ def one_line(value: Any) -> str:
         return "{" + ", ".join(f"{one_line(k)}: {one_line(v)}" for k, v in list(value.items())[:LONG]) + ", ..." * (len(value) > LONG) + "}"
     shown_text = " ".join(repr(value).split())
     return shown_text if len(shown_text) <= WIDE else f"{shown_text[: WIDE - 4]} ..."
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Rows as a pandas DataFrame; pandas is an extra and imported here alone."""
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        raise missing_package("to_pandas needs pandas", "pandas") from None
+    return pandas.DataFrame([dict(row) for row in rows])

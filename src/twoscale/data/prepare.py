@@ -17,6 +17,7 @@ import numpy as np
 from twoscale.config import DataConfig, UserError
 from twoscale.config.files import make_folder, write_json
 from twoscale.config.lock import is_lock, lock
+from twoscale.config.run_folder import TOKENIZER
 from twoscale.config.serial import from_dict, read_json, to_dict
 from twoscale.data.encode import BATCH, DocumentEncoder, pieces
 from twoscale.data.shards import Shard, ShardHeader, token_dtype, write_shard
@@ -47,7 +48,7 @@ def prepare(config: DataConfig, out: Path, progress: Progress = quiet) -> dict[s
         for rest in out.glob(".*.tmp"):  # of a killed run
             rest.unlink()
         _open_folder(config, documents, out)
-        if (out / "tokenizer.json").exists():
+        if (out / TOKENIZER).exists():
             tokenizer = Tokenizer.load(out)
         else:
             tokenizer = _make_tokenizer(config, progress)

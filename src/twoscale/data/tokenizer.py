@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Tokenizer as Pipeline, decoders, models, pre_
 
 from twoscale.config import UserError, missing_package
 from twoscale.config.files import atomic_write, write_json
+from twoscale.config.run_folder import CONFIG, TOKENIZER, TOKENIZER_SETTINGS
 from twoscale.config.serial import read_json
 from twoscale.data.pipeline import read_pipeline, tokenizer_error
 from twoscale.data.sources import END_OF_TEXT
 
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MAX_CHARS = 8_000_000  # of one text that is encoded at once: about 1.7 GB of memory
 NORMALIZED_AT_ONCE = 1 << 16
 
@@ -105,15 +105,15 @@ class Tokenizer:
         return sizes
 
     def save(self, folder: Path) -> None:
-        with atomic_write(folder / FILE) as f:
+        with atomic_write(folder / TOKENIZER) as f:
             f.write(self.pipeline.to_str().encode())
         if self.eot != self.pipeline.token_to_id(END_OF_TEXT):
-            write_json(folder / SETTINGS, {"eos_token": self.pipeline.id_to_token(self.eot)})
+            write_json(folder / TOKENIZER_SETTINGS, {"eos_token": self.pipeline.id_to_token(self.eot)})
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """The tokenizer of a folder. The end of text: eos_token of tokenizer_config.json, eos_token_id of config.json, or <|endoftext|>."""
-        path = folder / FILE
+        path = folder / TOKENIZER
         if not path.exists():
             raise UserError(f"{path} does not exist: the folder has no tokenizer")
         pipeline = read_pipeline(path)
@@ -154,7 +154,7 @@ class Pieces:
 def _end(folder: Path, pipeline: Pipeline) -> int | None:
     """The id of the end of text, where a folder says it as transformers does."""
     said: dict[str, Any] = {}
-    for name in ("config.json", SETTINGS):
+    for name in (CONFIG, TOKENIZER_SETTINGS):
         found = read_json(folder / name) if (folder / name).exists() else None
         said |= found if isinstance(found, dict) else {}
     word, number = said.get("eos_token"), said.get("eos_token_id")

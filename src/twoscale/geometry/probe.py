@@ -11,6 +11,7 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.lock import lock
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_steps
 from twoscale.data import TokenData, Tokenizer, held_out
 from twoscale.geometry.pca import pca
@@ -19,9 +20,6 @@ from twoscale.geometry.steps import VERDICTS, verdicts
 from twoscale.tracing import Trace, trace
 from twoscale.train import Trainer, checkpoint as ckpt
 
-GEOMETRY = "geometry.jsonl"
-SEQUENCE = Path("trace") / "sequence.json"
-STATES = Path("trace") / "sequence.safetensors"
 SEQUENCE_TOKENS = 64
 TRACKED_STEPS = (1, 2, 4, 8, 16)
 SHOWN_TOKENS = 6
@@ -30,9 +28,9 @@ SHOWN_TOKENS = 6
 def write_record(run: Path, record: dict[str, Any]) -> None:
     """Put a record into geometry.jsonl in the order of steps; it takes the place of an older one of the same step."""
     with lock(run, "geometry", wait=True):  # training and `trace` may both have something to add
-        others = [r for r in read_steps(run / GEOMETRY) if r["step"] != record["step"]]
+        others = [r for r in read_steps(RunFolder(run).geometry) if r["step"] != record["step"]]
         records = sorted([*others, record], key=lambda r: r["step"])
-        with atomic_write(run / GEOMETRY) as f:
+        with atomic_write(RunFolder(run).geometry) as f:
             f.write("".join(json.dumps(_rounded(r)) + "\n" for r in records).encode())
 
 
@@ -88,10 +86,10 @@ def trace_sequence(run: Path, folder: Path, data: Path, loops: int | None) -> No
     length = min(SEQUENCE_TOKENS, model.config.block_size)
     ids = _windows(data, model.config.block_size, 1, tokenizer)[:, :length]
     traced = trace(model, ids, loops=loops)
-    make_folder(run / STATES.parent)
-    traced.save(run / STATES)
+    make_folder(RunFolder(run).sequence.parent)
+    traced.save(RunFolder(run).sequence_states)
     about = {"step": ckpt.read_progress(folder).step, "loops": loops, "optimizer": ckpt.load_config(folder).train.optimizer}
-    write_json(run / SEQUENCE, _rounded(about | sequence_record(traced, tokenizer)))
+    write_json(RunFolder(run).sequence, _rounded(about | sequence_record(traced, tokenizer)))
 
 
 def sequence_record(traced: Trace, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -18,16 +18,16 @@ import torch
 from twoscale.config import DataConfig, ModelConfig, RunConfig, UserError, presets
 from twoscale.config.files import fingerprint, make_folder, write_json
 from twoscale.config.groups import format_groups
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_steps
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
-from twoscale.geometry.probe import GEOMETRY, write_record
+from twoscale.geometry.probe import write_record
 from twoscale.interop.load import find, load, progress_of, recipe_of
 from twoscale.model import LoopedGPT, allocate
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.run import note_data
 
-SOURCE = "source.json"
 WINDOW = 1024  # tokens; a whole context of a published model would be gigabytes of states
 HELD_OUT = 0.5  # of the text, for a model that was not trained on it
 Inject = Literal["concat", "none"]
@@ -75,19 +75,19 @@ def convert(
         make_folder(aside)
         tokenizer.save(aside)
         if data_dir is None:
-            prepare(settings, aside / "data", progress)
+            prepare(settings, RunFolder(aside).data, progress)
         else:
             note_data(aside, data_dir)
         recipe = recipe_of(folder)
         config = RunConfig(name=out.resolve().name, model=model.config, data=settings, train=recipe or presets.small().train)
         ckpt.save_config(aside, config)
         reached = ckpt.Progress(0, 0, 0, 0) if groups else progress_of(folder)
-        lines = [] if groups else [r for r in read_steps(folder / GEOMETRY) if r["step"] <= reached.step]
+        lines = [] if groups else [r for r in read_steps(RunFolder(folder).geometry) if r["step"] <= reached.step]
         for record in lines:
             write_record(aside, record)
-        ckpt.save_checkpoint(aside / "checkpoints", config, reached, ckpt.model_tensors(model), {}, tokenizer)
+        ckpt.save_checkpoint(RunFolder(aside).checkpoints, config, reached, ckpt.model_tensors(model), {}, tokenizer)
         about = {"path": str(folder.resolve()), "config": fingerprint(folder / ckpt.CONFIG), "recipe": recipe is not None}
-        write_json(aside / SOURCE, about)
+        write_json(RunFolder(aside).source, about)
         if out.exists():
             out.rmdir()
         os.rename(aside, out)
@@ -100,7 +100,8 @@ def convert(
 
 def converted_from(run: Path, source: str | Path) -> bool:
     """Whether a run was made of this model."""
-    noted = read_json(run / SOURCE) if (run / SOURCE).exists() else {}
+    source_file = RunFolder(run).source
+    noted = read_json(source_file) if source_file.exists() else {}
     return isinstance(noted, dict) and noted.get("config") == fingerprint(find(source) / ckpt.CONFIG)
 
 

@@ -19,15 +19,16 @@ from safetensors.torch import save_file
 from twoscale import __version__
 from twoscale.config import DataConfig, TrainConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
+from twoscale.config.run_folder import CARD, TOKENIZER_SETTINGS, RunFolder
 from twoscale.config.serial import read_json, read_jsonl, read_steps, to_dict
 from twoscale.data import Tokenizer
-from twoscale.geometry.probe import GEOMETRY, write_record
+from twoscale.geometry.probe import write_record
 from twoscale.interop.load import PREFIX, load, progress_of, read_exported, recipe_of
 from twoscale.model import LoopedGPT
 from twoscale.report.verdict import recommend
 from twoscale.report.words import evaluation_text
 from twoscale.tradeoff.load_run import calibrated_exit, name_checkpoint
-from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, EVALUATION, SWEEP, read_evaluation, read_sweep
+from twoscale.tradeoff.summary import read_evaluation, read_sweep
 from twoscale.train import checkpoint as ckpt
 
 CODE = '''"""The model is defined in the package `twoscale`, which must be installed; this file only names its classes."""
@@ -90,25 +91,24 @@ def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Dtype = "
     source = _source(run, checkpoint)
     if out.exists() and any(out.iterdir()) and not _exported(out):
         raise UserError(f"{out} is not empty and no earlier export: choose another --out")
-    kept = _read_kept(source)
+    companions = Companions.read(source)
     make_folder(out)
     tensors = {PREFIX + name: t.to(DTYPES[dtype]) for name, t in ckpt.model_tensors(source.model).items()}
     save_file(tensors, out / ckpt.MODEL, metadata={"format": "pt"})
     (out / ckpt.MODEL).chmod(0o644)  # as the files beside it: a model folder is for sharing
     _write_settings(source, out, dtype, code)
-    _write_kept(kept, out)
+    companions.write(out)
     if code:
         _text(out / "modeling_twoscale.py", CODE)
-    _text(out / "README.md", card(source, sum(t.numel() for t in tensors.values()), code))
+    _text(out / CARD, card(source, sum(t.numel() for t in tensors.values()), code))
     return out
 
 
 def _source(run: Path, checkpoint: str | None) -> Source:
-    if (run / "checkpoints").is_dir():
+    if RunFolder(run).is_run:
         folder = ckpt.find_checkpoint(run, checkpoint)
         config = ckpt.load_config(folder)
-        model, tokenizer = ckpt.load_model(folder)
-        return Source(run, folder, config.name, model, tokenizer, ckpt.read_progress(folder), config.train, config.data)
+        return Source(run, folder, config.name, *ckpt.load_model(folder), ckpt.read_progress(folder), config.train, config.data)
     if checkpoint is not None:
         raise UserError(f"--checkpoint {checkpoint}: {run} is a model, not a run with checkpoints; leave --checkpoint away")
     model, tokenizer = load(run)
@@ -134,7 +134,7 @@ def _write_settings(source: Source, out: Path, dtype: Dtype, code: bool) -> None
     end = tokenizer.pipeline.id_to_token(tokenizer.eot)
     tokenizer.save(out)
     write_json(
-        out / "tokenizer_config.json",
+        out / TOKENIZER_SETTINGS,
         {
             "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end, "padding_side": "left",
             "model_max_length": source.model.config.block_size, "clean_up_tokenization_spaces": False,
@@ -142,27 +142,34 @@ def _write_settings(source: Source, out: Path, dtype: Dtype, code: bool) -> None
     )  # fmt: skip
 
 
-def _read_kept(source: Source) -> dict[str, Any]:
-    """What goes along with the weights, by file name: calibration, controller, geometry over training."""
-    run, kept = source.run, dict[str, Any]()
-    if source.about is not None and calibrated_exit(run, source.about, must=False) is not None:
-        kept[CALIBRATION] = read_json(run / CALIBRATION)
-        if (run / CONTROLLER).exists():
-            kept[CONTROLLER] = read_json(run / CONTROLLER)
-    if records := [r for r in read_steps(run / GEOMETRY) if r["step"] <= source.progress.step]:
-        kept[GEOMETRY] = records
-    return kept
+@dataclass(frozen=True)
+class Companions:
+    """What goes along with the weights: calibration, controller, geometry over training."""
 
+    calibration: dict[str, Any] | None = None
+    controller: dict[str, Any] | None = None
+    geometry: tuple[dict[str, Any], ...] = ()
 
-def _write_kept(kept: dict[str, Any], out: Path) -> None:
-    if CALIBRATION in kept:
-        write_json(out / CALIBRATION, kept[CALIBRATION] | name_checkpoint(out))
-    if CONTROLLER in kept:
-        write_json(out / CONTROLLER, kept[CONTROLLER])
-    if GEOMETRY in kept:
-        (out / GEOMETRY).unlink(missing_ok=True)
-        for record in kept[GEOMETRY]:
-            write_record(out, record)
+    @classmethod
+    def read(cls, source: Source) -> "Companions":
+        run = RunFolder(source.run)
+        calibrated = source.about is not None and calibrated_exit(run.path, source.about, must=False) is not None
+        return cls(
+            read_json(run.calibration) if calibrated else None,
+            read_json(run.controller) if calibrated and run.controller.exists() else None,
+            tuple(r for r in read_steps(run.geometry) if r["step"] <= source.progress.step),
+        )
+
+    def write(self, out: Path) -> None:
+        folder = RunFolder(out)
+        if self.calibration is not None:
+            write_json(folder.calibration, self.calibration | name_checkpoint(out))
+        if self.controller is not None:
+            write_json(folder.controller, self.controller)
+        if self.geometry:
+            folder.geometry.unlink(missing_ok=True)
+            for record in self.geometry:
+                write_record(out, record)
 
 
 def _exported(folder: Path) -> bool:
@@ -186,16 +193,16 @@ def card(source: Source, parameters: int, code: bool = True) -> str:
     """The model card: the source's own with the usage added, or a new one: what it is, how it was trained, what was measured."""
     m = source.model.config
     usage = (TRANSFORMERS if code else OURS).format(loops=m.mean_loops) + "```\n"
-    own = source.run / "README.md"
+    own = source.run / CARD
     if source.data is None and own.exists():
         text = own.read_text(encoding="utf-8", errors="replace").rstrip() + "\n"
         return text if not code or "AutoModelForCausalLM" in text else f"{text}\n## With transformers\n\n{usage}"
     table = "\n".join(f"| {name} | {value} |" for name, value in _rows(source, parameters))
-    sweep = read_sweep(source.run / SWEEP, m.mean_loops)
+    sweep = read_sweep(RunFolder(source.run).sweep, m.mean_loops)
     advice = ""
     if sweep is not None and source.about is not None and sweep.header.get("weights") == source.about["weights"]:
         advice = f"\n## Leaving early\n\n{recommend(sweep)[1]}\n"
-    steps = len(read_jsonl(source.run / "metrics.jsonl"))
+    steps = len(read_jsonl(RunFolder(source.run).metrics))
     text = "not known" if source.data is None else json.dumps(source.data.source)
     return f"""---
 library_name: {"transformers" if code else "twoscale"}
@@ -232,7 +239,7 @@ def _rows(source: Source, parameters: int) -> list[tuple[str, str]]:
             ("training", f"{progress.step:,} steps, {progress.tokens:,} tokens, {t.optimizer}, seed {t.seed}"),
             ("validation loss", "not measured" if progress.val_loss is None else _validation(t, m.mean_loops, progress.val_loss)),
         ]
-    measured = read_evaluation(source.run / EVALUATION)
+    measured = read_evaluation(RunFolder(source.run).evaluation)
     if measured is not None and source.about is not None and measured.get("weights") == source.about["weights"]:
         loops = measured["cross_entropy_by_loops"]
         shown = ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())

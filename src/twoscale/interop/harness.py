@@ -119,13 +119,23 @@ class HarnessModel(TemplateLM):
         return [stream.text for stream in streams]
 
 
+def _task_manager(tasks: list[str], include: Path | None) -> tuple[TaskManager, set[str]]:
+    """A manager that knows the tasks, and the names of all tasks it knows. The harness's own tasks are thousands of files and take ten
+    seconds to read, so they are read only where the folder `include` has not all of the tasks."""
+    if include is not None:
+        manager = TaskManager(include_path=str(include), include_defaults=False)
+        if set(tasks) <= set(manager.all_tasks):
+            return manager, set(manager.all_tasks)
+    manager = TaskManager(include_path=None if include is None else str(include))
+    return manager, set(manager.all_tasks)
+
+
 def evaluate(
     lm: HarnessModel, tasks: list[str], include: Path | None = None, limit: int | None = None, num_fewshot: int | None = None
 ) -> dict[str, Any]:
     """Results of the tasks, by name: every number that the harness reports. `num_fewshot` None leaves it to each task."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_path=None if include is None else str(include))
-    known = set(manager.all_tasks)
+    manager, known = _task_manager(tasks, include)
     if missing := [task for task in tasks if task not in known]:
         where = f" or in {include}" if include is not None else "; folders with your own are named with --include"
         raise UserError(f"there is no task {missing[0]!r} in the harness{where}")

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, Pret
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twoscale.config import ModelConfig
+from twoscale.config.run_folder import CONFIG
 from twoscale.config.serial import from_dict, to_dict
 from twoscale.engine import Engine, LoopParams, loop_params
 from twoscale.exits import Exit
@@ -39,7 +40,7 @@ class TwoscaleConfig(PretrainedConfig):
     model_type = "twoscale"
 
     def __init__(self, twoscale: dict[str, Any] | None = None, **others: Any) -> None:
-        c = from_dict(ModelConfig, twoscale or {}, "config.json")
+        c = from_dict(ModelConfig, twoscale or {}, CONFIG)
         self.twoscale = to_dict(c)
         self.vocab_size, self.hidden_size, self.num_hidden_layers = c.vocab_size, c.n_embd, c.n_layer
         self.num_attention_heads, self.num_key_value_heads, self.max_position_embeddings = c.n_head, c.kv_heads, c.block_size
@@ -48,7 +49,7 @@ class TwoscaleConfig(PretrainedConfig):
 
     @property
     def model_config(self) -> ModelConfig:
-        return from_dict(ModelConfig, self.twoscale, "config.json")
+        return from_dict(ModelConfig, self.twoscale, CONFIG)
 
 
 class EngineCache:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import ModelConfig, TrainConfig, UserError, missing_package
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import from_dict, read_json
 from twoscale.data import Tokenizer
 from twoscale.interop.families import FAMILIES
@@ -25,7 +26,7 @@ PREFIX = "model."  # of the weights' names in an exported folder
 Mapper = Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]]
 
 
-def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
+def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer | None]:
     """Model (in evaluation mode, fp32) and tokenizer of a run, a checkpoint, an export, or a Huginn, Ouro or Llama folder.
 
     `bundled` is the small model in the package.
@@ -33,20 +34,20 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer]:
     without tokenizer.json gives None for its tokenizer. A calibration in the folder is what exit="auto" stands for.
     """
     folder = find(path)
-    if (folder / "checkpoints").is_dir():
+    if RunFolder(folder).is_run:
         folder = ckpt.find_checkpoint(folder, None)
     model, tokenizer = _load(folder)
     model.calibration = StoredCalibration(folder)
     return model, tokenizer
 
 
-def _load(folder: Path) -> tuple[LoopedGPT, Tokenizer]:
+def _load(folder: Path) -> tuple[LoopedGPT, Tokenizer | None]:
     """Model and tokenizer of one folder with weights."""
     given, config = _settings(folder)
     if config is None:
         return ckpt.load_model(folder)
     mapped, spare = (_ours, ()) if given["model_type"] == "twoscale" else FAMILIES[given["model_type"]][1:]
-    return _filled(config, Weights(folder), mapped, spare), _tokenizer(folder)  # type: ignore[return-value]
+    return _filled(config, Weights(folder), mapped, spare), _tokenizer(folder)
 
 
 def find(path: str | Path) -> Path:
@@ -63,7 +64,7 @@ def find(path: str | Path) -> Path:
 
 def model_config(folder: Path) -> ModelConfig:
     """The shape of the model in a folder, without its weights."""
-    if (folder / "checkpoints").is_dir():
+    if RunFolder(folder).is_run:
         return ckpt.load_config(folder).model
     return _settings(folder)[1] or ckpt.load_config(folder).model
 
@@ -99,7 +100,7 @@ def noted_training(folder: Path) -> dict[str, Any]:
 
 def progress_of(folder: Path) -> ckpt.Progress:
     """How far a model was trained; nothing is known of other families."""
-    if (folder / "checkpoints").is_dir():
+    if RunFolder(folder).is_run:
         folder = ckpt.find_checkpoint(folder, None)
     if (folder / ckpt.STATE).exists():
         return ckpt.read_progress(folder)
@@ -112,7 +113,7 @@ def recipe_of(folder: Path) -> TrainConfig | None:
     known = noted_training(folder).get("recipe")
     if known is not None:
         return from_dict(TrainConfig, known, str(folder / ckpt.CONFIG))
-    ours = (folder / "checkpoints").is_dir() or (folder / ckpt.STATE).exists()
+    ours = RunFolder(folder).is_run or (folder / ckpt.STATE).exists()
     return ckpt.load_config(folder).train if ours else None
 
 
@@ -141,7 +142,7 @@ def _filled(config: ModelConfig, weights: Weights, mapped_of: Mapper, spare: tup
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    return Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
+    return Tokenizer.load(folder) if RunFolder(folder).tokenizer.exists() else None
 
 
 def _fetched(name: str) -> Path:

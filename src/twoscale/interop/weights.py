@@ -8,10 +8,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.config.run_folder import MODEL
 from twoscale.config.serial import read_json
 from twoscale.train.checkpoint import read_header
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = MODEL, f"{MODEL}.index.json"
 MOST_FILES = 10_000
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_jsonl, read_steps
-from twoscale.tradeoff.summary import CALIBRATION, EVALUATION, SAMPLES, SWEEP, Sweep, read_calibration, read_evaluation, read_sweep
+from twoscale.tradeoff.summary import Sweep, read_calibration, read_evaluation, read_sweep
 
 
 @dataclass(frozen=True)
@@ -60,28 +61,29 @@ def load_run(folder: Path) -> RunFiles:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give a run")
     config = load_config(folder)
-    geometry = read_geometry(folder / "geometry.jsonl")
+    files = RunFolder(folder)
+    geometry = read_geometry(files.geometry)
     if not geometry:
-        raise UserError(f"{folder} has no geometry.jsonl: run `twoscale trace {folder}` first")
-    sweep, calibration = read_sweep(folder / SWEEP, config.model.mean_loops), read_calibration(folder / CALIBRATION)
+        raise UserError(f"{folder} has no {files.geometry.name}: run `twoscale trace {folder}` first")
+    sweep, calibration = read_sweep(files.sweep, config.model.mean_loops), read_calibration(files.calibration)
     if sweep is not None and calibration is not None and calibration.get("weights") != sweep.header.get("weights"):
         calibration = None  # of another checkpoint than what the page shows
     return RunFiles(
         folder,
         config,
-        _metrics(folder / "metrics.jsonl"),
+        _metrics(files.metrics),
         sorted(geometry, key=lambda r: r["step"]),
-        _optional(folder / "trace" / "sequence.json"),
-        read_evaluation(folder / EVALUATION),
+        _optional(files.sequence),
+        read_evaluation(files.evaluation),
         sweep,
         calibration,
-        (_optional(folder / "source.json") or {}).get("recipe", True) is True,
+        (_optional(files.source) or {}).get("recipe", True) is True,
         _samples(folder, sweep),
     )
 
 
 def _samples(folder: Path, sweep: Sweep | None) -> dict[str, Any] | None:
-    found = _optional(folder / SAMPLES)
+    found = _optional(RunFolder(folder).samples)
     fits = isinstance(found, dict) and sweep is not None and found.get("weights") == sweep.header.get("weights")
     return found if fits else None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from twoscale.config.files import atomic_write, make_folder
+from twoscale.config.run_folder import ReportFolder
 from twoscale.config.serial import to_dict
 from twoscale.report import interactive, tradeoff_panels
 from twoscale.report.claims import Claim, judge
@@ -49,18 +50,17 @@ def write_report(*folders: Path, out: Path | None = None, progress: Callable[[st
     `progress` is called with a line before each figure and before the page.
     """
     runs = [load_run(folder) for folder in folders]
-    default = folders[0] / "report" if len(folders) == 1 else folders[0].parent / "report"
-    out = make_folder(out or default)
+    report = ReportFolder(make_folder(out)) if out is not None else ReportFolder.of(*folders)
     parts = []
     for i, run in enumerate(runs):
         mark = f"r{i}-" if len(runs) > 1 else ""
-        place = Path("figures") / f"run-{i + 1}" if len(runs) > 1 else Path("figures")
-        names = draw_all(run, make_folder(out / place), progress)
-        parts.append(_part(run, names, place.as_posix(), mark))
-    progress(f"writing {out / 'index.html'}")
-    with atomic_write(out / "index.html") as f:
+        place = report.figures(i + 1 if len(runs) > 1 else None)
+        names = draw_all(run, make_folder(place), progress)
+        parts.append(_part(run, names, place.relative_to(report.path).as_posix(), mark))
+    progress(f"writing {report.page}")
+    with atomic_write(report.page) as f:
         f.write(_page(runs, parts).encode())
-    return out / "index.html"
+    return report.page
 
 
 def _page(runs: list[RunFiles], parts: list[str]) -> str:

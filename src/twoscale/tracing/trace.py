@@ -4,6 +4,7 @@ Shapes: B batch, T position, C width, G group, K loop step.
 
     trace = twoscale.trace(model, ids, loops=30)
     trace.states[0]      # (31, B, T, C): x^(0) .. x^(30) of the first group
+    trace = twoscale.trace(model, "The old man", tokenizer=tokenizer)
     trace.save("trace.safetensors")
 """
 
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write
 from twoscale.config.show import OneLine
+from twoscale.data import Tokenizer
+from twoscale.data.text import Tokens, as_token_ids
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.input import as_batch, check_start
 
@@ -133,21 +136,22 @@ class TraceRecorder:
 @torch.no_grad()
 def trace(
     model: LoopedGPT,
-    ids: Tensor | Sequence[Sequence[int]],
+    ids: Tokens,
     *,
+    tokenizer: Tokenizer | None = None,
     loops: int | Sequence[int] = 30,
     start: Sequence[Tensor] | None = None,
     seed: int = 0,
     run: nn.Module | None = None,
 ) -> Trace:
-    """All states of one pass over ids (B, T) or a ragged list of lists.
+    """All states of one pass over ids (B, T), a ragged list of lists, or with a `tokenizer` one text or a list of texts.
 
     `run` is what to call where the model is wrapped or sharded; by default the model itself.
     """
     c = model.config
     if not c.n_groups:
         raise UserError("this model has no loop groups: there is nothing to trace")
-    tokens, lengths = as_batch(ids, c.vocab_size, c.block_size)
+    tokens, lengths = as_batch(as_token_ids(ids, tokenizer), c.vocab_size, c.block_size)
     if start is not None:
         check_start(start, c, tokens)
     recorder = TraceRecorder(c.loops_for(loops))

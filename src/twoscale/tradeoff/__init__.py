@@ -8,11 +8,13 @@
 | points      | what is compared: rules x thresholds, fixed depths, random exits, oracles             |
 | signals     | what a rule would have seen in a full run, for any threshold                          |
 | latency     | ms a token, batch 1, cached, interleaved                                              |
-| sweep       | `twoscale sweep`: all points into sweep.jsonl, line by line                           |
-| calibrate   | `twoscale calibrate`: thresholds for each group, with a bound on the loss             |
+| sweep       | all points into sweep.jsonl, line by line                                             |
+| calibrate   | thresholds for each group, with a bound on the loss                                   |
 | samples     | a few texts with their steps, for the report                                          |
 | bigram      | the bigram that any model should beat                                                 |
 | load_run    | a run opened for measuring; what it was calibrated for                                |
 | controller  | trains the heads of `exits.Learned`                                                   |
+| commands    | `twoscale sweep`, `calibrate` and `eval` on a run's folder, as functions              |
+| results     | what they return; no torch                                                            |
 | summary     | reads sweep.jsonl and calibration.json; no torch                                      |
 """

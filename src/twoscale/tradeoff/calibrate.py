@@ -120,7 +120,7 @@ def certified_words(passed: int, settings: int, limit: float) -> str:
     return f"the first {passed} of {settings} settings keep the rise below {limit:g} nats{rest}"
 
 
-class Calibration:
+class Calibrator:
     """One rule, one model, three parts of text."""
 
     def __init__(self, model: LoopedGPT, rule: exits.Rule, texts: Texts, loops: int, delta: float, say: Say = lambda text: None) -> None:

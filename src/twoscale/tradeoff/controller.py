@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twoscale import exits
 from twoscale.config.files import write_json
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json
 from twoscale.exits.learned import FEATURES, features, heads_of
 from twoscale.model import LoopedGPT
@@ -23,7 +24,6 @@ from twoscale.tradeoff.evaluate import evaluate
 from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.load_run import LoadedRun
 from twoscale.tradeoff.signals import record_signals
-from twoscale.tradeoff.summary import CONTROLLER
 
 MARGIN = 0.01  # nats
 DECAY = 1e-3
@@ -70,7 +70,7 @@ def fit(x: Tensor, y: Tensor) -> Tensor:
 
 def controller(folder: Path, opened: LoadedRun, loops: int) -> exits.Learned:
     """The controller of a run: read if it was trained for this very checkpoint, depth and text, trained and saved otherwise."""
-    path, text = folder / CONTROLLER, opened.text("fit", WINDOWS)
+    path, text = RunFolder(folder).controller, opened.text("fit", WINDOWS)
     about = opened.about | {"text": text.fingerprint}
     wanted = about | {"loops": loops}
     there = read_json(path) if path.exists() else {}

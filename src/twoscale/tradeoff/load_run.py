@@ -10,12 +10,13 @@ import torch
 from twoscale import exits
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import fingerprint
+from twoscale.config.run_folder import RunFolder
 from twoscale.data import TokenData, Tokenizer
 from twoscale.data.prepare import load_manifest
 from twoscale.exits.learned import heads_of
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.heldout import HeldOut, Role, heldout_part
-from twoscale.tradeoff.summary import CALIBRATION, read_calibration
+from twoscale.tradeoff.summary import read_calibration
 from twoscale.train import checkpoint as ckpt
 
 
@@ -73,20 +74,21 @@ def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: 
 
     Where there is none, or it is of another checkpoint: an error, or None if it need not be there.
     """
-    found = read_calibration(folder / CALIBRATION)
+    path = RunFolder(folder).calibration
+    found = read_calibration(path)
     if found is None:
         if must:
-            raise UserError(f"{folder} has no {CALIBRATION}: make it with `twoscale calibrate {folder}`")
+            raise UserError(f"{folder} has no {path.name}: make it with `twoscale calibrate {folder}`")
         return None
     if about is not None and found.get("weights") != about["weights"]:
         if must:
-            raise UserError(f"{folder / CALIBRATION} is of {found['checkpoint']}, not of {about['checkpoint']}: calibrate again")
+            raise UserError(f"{path} is of {found['checkpoint']}, not of {about['checkpoint']}: calibrate again")
         return None
-    known = {"weights": heads_of(found, folder / CALIBRATION)} if "heads" in found else {}
+    known = {"weights": heads_of(found, path)} if "heads" in found else {}
     return {g: exits.parse(word, **known) for g, word in enumerate(found["rules"]) if word is not None}
 
 
-def chosen_exit(folder: Path, exit: str | None, loops: Any) -> tuple[Any, Any]:
+def chosen_exit(folder: Path, exit: exits.Exit | None, loops: Any) -> tuple[Any, Any]:
     """The rule and the most loops that a user asked for; `auto` is what the model in this folder was calibrated for."""
     if exit != "auto":
         return exit, loops
@@ -96,14 +98,14 @@ def chosen_exit(folder: Path, exit: str | None, loops: Any) -> tuple[Any, Any]:
 
 def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:
     """Rules and most loops that a run, or one checkpoint of it, was calibrated for."""
-    run = path if (path / "checkpoints").is_dir() or path.parent.name != "checkpoints" else path.parent.parent
-    calibrated_exit(run)  # an error where there is none
+    run = RunFolder.of(path)
+    calibrated_exit(run.path)  # an error where there is none
     folder = path if (path / ckpt.MODEL).exists() else ckpt.find_checkpoint(path, None)
-    rules = calibrated_exit(run, name_checkpoint(folder))
-    found = read_calibration(run / CALIBRATION)
+    rules = calibrated_exit(run.path, name_checkpoint(folder))
+    found = read_calibration(run.calibration)
     assert rules is not None and found is not None
     if isinstance(found["loops"], bool) or not isinstance(found["loops"], int):
-        raise UserError(f"{run / CALIBRATION}: loops = {found['loops']!r} is no whole number: calibrate again")
+        raise UserError(f"{run.calibration}: loops = {found['loops']!r} is no whole number: calibrate again")
     return rules, found["loops"]
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from twoscale import exits
 from twoscale.config.files import write_json
+from twoscale.config.run_folder import RunFolder
 from twoscale.data import Pieces
 from twoscale.engine import generate
 from twoscale.tradeoff.load_run import LoadedRun
-from twoscale.tradeoff.summary import SAMPLES
 
 COUNT, PROMPT, NEW = 3, 24, 96
 TEMPERATURE, SEED = 0.7, 0
@@ -28,7 +28,7 @@ def write_samples(run: Path, opened: LoadedRun, exit: exits.Exit | None, words: 
         written = [[pieces.add(t), list(s)] for t, s in zip(tokens, steps, strict=True) if t != tokenizer.eot]
         texts.append({"prompt": given, "tokens": written})
     found = {**opened.about, "rule": words, "loops": loops, "temperature": TEMPERATURE, "seed": SEED, "samples": texts}
-    write_json(run / SAMPLES, found)
+    write_json(RunFolder(run).samples, found)
     return found
 
 

@@ -1,5 +1,6 @@
 """Reads what sweeps and calibrations wrote. No torch here: the report is made from files alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -7,14 +8,15 @@ from typing import Any
 
 from twoscale.config import UserError
 from twoscale.config.serial import read_json, read_jsonl
+from twoscale.config.show import data_frame
+from twoscale.tradeoff.results import by_group
 from twoscale.tradeoff.stats import pareto, ratio_interval
 
-SWEEP, CALIBRATION, CONTROLLER, SAMPLES = "sweep.jsonl", "calibration.json", "controller.json", "samples.json"
-EVALUATION = "evaluation.json"
+ROUNDS = 3  # of timing, from which on times have an interval
 ORACLES = ("oracle-stay", "oracle-lagrange")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sweep:
     """One sweep: what it was measured on, and its points with their times merged in."""
 
@@ -23,12 +25,33 @@ class Sweep:
     rounds: int
     """How often times were taken."""
 
+    def __repr__(self) -> str:
+        head = self.header
+        timed = f"timed {self.rounds} times" if self.rounds else "not timed"
+        return (
+            f"Sweep({head['checkpoint']}: {len(self.points)} points on {head['tokens']:,} tokens, at most {head['loops']} loops, {timed})"
+        )
+
+    def to_pandas(self) -> Any:
+        """A row for each point; `steps_1`, `steps_2`, ... are the mean steps of the groups."""
+        return data_frame([by_group({name: value for name, value in p.items() if name != "kind"}) for p in self.points])
+
     def family(self, name: str) -> list[dict[str, Any]]:
         """The points of one curve, by their setting."""
         return sorted((p for p in self.points if p["family"] == name), key=lambda p: p["setting"] if p["setting"] is not None else 0.0)
 
     def point(self, id: str) -> dict[str, Any] | None:
         return next((p for p in self.points if p["id"] == id), None)
+
+    @property
+    def cost(self) -> str:
+        """What a point costs is told by `ms` where times were taken often enough to have an interval, else by `flops`."""
+        return "ms" if self.rounds >= ROUNDS and all(p.get("ms") is not None for p in self.points) else "flops"
+
+    def cheapest(self, families: Sequence[str], limit: float) -> dict[str, Any] | None:
+        """Of some curves the point that costs least among those whose CE rises by no more than `limit`, by its whole interval."""
+        fit = [p for p in self.points if p["family"] in families and p["dce_high"] <= limit]
+        return min(fit, key=lambda p: p[self.cost], default=None)
 
     def front(self, cost: str) -> list[dict[str, Any]]:
         """Points that none beats in both cost (`flops` or `ms`) and CE; oracles, which see the labels, are left out."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write, cpu_name
+from twoscale.config.run_folder import free_name
 from twoscale.config.serial import read_jsonl
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
@@ -49,9 +50,10 @@ class Sweeper:
         windows: int,
         spell: Callable[[int], str] = str,
         source: str | None = None,
+        quiet: bool = False,
     ) -> None:
-        """`about` names the checkpoint; `spell` gives a token's text; `source` tells where the text came from."""
-        self.spell = spell
+        """`about` names the checkpoint; `spell` gives a token's text; `source` tells where the text is from; `quiet`: no progress line."""
+        self.spell, self.quiet = spell, quiet
         self.model, self.text, self.loops, self.path, self.world, self.rounds = model, text, loops, path, world, rounds
         self.header = {
             "kind": "sweep", "version": VERSION, **about, "loops": loops, "windows": len(text.ids), "asked_windows": windows,
@@ -70,11 +72,7 @@ class Sweeper:
         """Take up what the file holds of this very sweep; another one is set aside under its checkpoint's name, never lost."""
         lines = read_jsonl(self.path)
         if lines and not all(lines[0].get(key) == self.header[key] for key in self.header):
-            aside = self.path.with_name(f"{self.path.stem}-{lines[0].get('checkpoint', 'other')}{self.path.suffix}")
-            number = 1
-            while aside.exists():
-                number += 1
-                aside = aside.with_name(f"{self.path.stem}-{lines[0].get('checkpoint', 'other')}-{number}{self.path.suffix}")
+            aside = free_name(self.path, lines[0].get("checkpoint", "other"))
             os.replace(self.path, aside)
             self.set_aside, lines = aside, []
         elif lines and len(self.path.read_bytes().split(b"\n")) == len(lines) + 1 and self.path.read_bytes().endswith(b"\n"):
@@ -116,7 +114,7 @@ class Sweeper:
         todo = [p for p in points if p.id not in self.records]
         if not todo and not untimed:
             return self._read()
-        line = ProgressLine(0, len(todo) + self.rounds * bool(untimed), "sweep") if self.world.main else None
+        line = None if self.quiet or not self.world.main else ProgressLine(0, len(todo) + self.rounds * bool(untimed), "sweep")
         seen = Seen(self.records, self._table)
         self.full = self._depth(self.loops)
         done = 0
@@ -128,12 +126,13 @@ class Sweeper:
             for point, record in self._spread(mine, lambda p: self._measure(p, p.exit(seen))):
                 self.records[point.id] = record
                 done += 1
-                if line is not None:
+                if self.world.main:
                     self._write(record)
+                if line is not None:
                     line.update(done, point.id)
+        if self.world.main and untimed:
+            self._time({p.id: p.exit(seen) for p in untimed}, timed, line, done)
         if line is not None:
-            if untimed:
-                self._time({p.id: p.exit(seen) for p in untimed}, timed, line, done)
             line.close()
         self.world.barrier()
         return self._read()
@@ -196,7 +195,7 @@ class Sweeper:
             record["hard"] = hard_tokens(self.text, found, self.full, self.spell)
         return record
 
-    def _time(self, wanted: dict[str, Exit | None], timed: set[tuple[int, str]], line: ProgressLine, done: int) -> None:
+    def _time(self, wanted: dict[str, Exit | None], timed: set[tuple[int, str]], line: ProgressLine | None, done: int) -> None:
         """Rounds of timing, a line for each party of a round; every point is warmed up once before."""
         timer = LatencyTimer(self.model, {REFERENCE: None, **wanted}, self.loops, self.text)
         for party in parties(list(wanted)):
@@ -204,4 +203,5 @@ class Sweeper:
         for r in range(self.rounds):
             for party in parties([name for name in wanted if (r, name) not in timed]):
                 self._write({"kind": "round", "round": r, "ms": timer.round(r, party)})
-            line.update(done + r + 1, f"timing, round {r + 1} of {self.rounds}")
+            if line is not None:
+                line.update(done + r + 1, f"timing, round {r + 1} of {self.rounds}")

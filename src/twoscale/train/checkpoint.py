@@ -5,14 +5,13 @@
         optimizer.safetensors   the optimizers' state and the generator's, named PARAMETER::KEY
         config.json             the run's config
         tokenizer.json
-        state.json              step, tokens seen, data position, loop sampler, and size and crc32 of every file above
+        state.json              format version, step, tokens seen, data position, loop sampler, and size and crc32 of every file above
 
 Nothing in it is a pickle. Loading checks sizes and sums; a folder that does not pass is named, and so is the newest
 one before it that does.
 """
 
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Iterable
@@ -26,12 +25,25 @@ from torch import Tensor
 
 from twoscale.config import ModelConfig, RunConfig, UserError
 from twoscale.config.files import make_folder, sync, write_json
-from twoscale.config.run_file import CONFIG as CONFIG, load_config as load_config, save_config as save_config
+from twoscale.config.run_file import load_config as load_config, save_config as save_config
+from twoscale.config.run_folder import (
+    CONFIG as CONFIG,
+    MODEL as MODEL,
+    OPTIMIZER as OPTIMIZER,
+    STATE as STATE,
+    TOKENIZER,
+    UNFINISHED,
+    RunFolder,
+    checkpoint_name as checkpoint_name,
+    checkpoint_step,
+    old_checkpoint,
+    unfinished_checkpoint,
+)
 from twoscale.config.serial import from_dict, read_json, to_dict
 from twoscale.data import Tokenizer
 from twoscale.model import LoopedGPT, allocate
 
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+VERSION = 1  # of the format; state.json has it, and one without it is of version 1
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
@@ -51,10 +63,6 @@ class Progress:
     """Newest validation loss."""
 
 
-def name_of(step: int) -> str:
-    return f"step-{step:06d}"
-
-
 def model_tensors(model: LoopedGPT) -> dict[str, Tensor]:
     """The weights as whole tensors, shared ones once. A collective call where they are sharded."""
     whole = {n: p.full_tensor() if sharded(p) else p for n, p in model.named_parameters()}  # type: ignore[attr-defined]
@@ -71,7 +79,8 @@ def save_checkpoint(
 ) -> Path:
     """Write one checkpoint and return its folder."""
     make_folder(root)
-    final, aside = root / name_of(progress.step), root / f".{name_of(progress.step)}.{os.getpid()}.tmp"
+    final = root / checkpoint_name(progress.step)
+    aside = unfinished_checkpoint(final)
     try:
         aside.mkdir()
         save_file(model, aside / MODEL)
@@ -82,7 +91,7 @@ def save_checkpoint(
         for name in names:
             with open(aside / name, "rb") as f:
                 os.fsync(f.fileno())
-        write_json(aside / STATE, {**to_dict(progress), "files": {n: _facts(aside / n) for n in names}})
+        write_json(aside / STATE, {"version": VERSION, **to_dict(progress), "files": {n: _facts(aside / n) for n in names}})
         if final.exists():
             shutil.rmtree(final)
         os.rename(aside, final)
@@ -104,15 +113,19 @@ def _facts(path: Path) -> dict[str, int]:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; unfinished ones have other names."""
-    found = (p for p in root.glob("step-*") if re.fullmatch("step-[0-9]+", p.name) and p.is_dir())
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    steps = {p: checkpoint_step(p.name) for p in root.glob("*")}
+    return sorted((p for p, step in steps.items() if step is not None and p.is_dir()), key=lambda p: steps[p] or 0)
 
 
 def fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """What is wrong with a checkpoint, or None. One of a newer format is an error of its own: it is not damaged."""
+    check_version(folder)
     try:
-        files = read_json(folder / STATE)["files"]
-        if lacking := {MODEL, CONFIG, "tokenizer.json"} - set(files):
+        state = read_json(folder / STATE)
+        version, files = state.get("version", 1), state["files"]
+        if type(version) is not int or version < 1:
+            return f"{STATE} has version = {version!r}"
+        if lacking := {MODEL, CONFIG, TOKENIZER} - set(files):
             return f"{STATE} does not list {min(lacking)}"
         for name, facts in files.items():
             path = folder / Path(name).name
@@ -125,6 +138,16 @@ def fault(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{STATE} is unreadable ({error})"
     return None
+
+
+def check_version(folder: Path) -> None:
+    """Refuse a checkpoint whose format is newer than this program's. A state.json that cannot be read is left to `fault`."""
+    try:
+        version = read_json(folder / STATE).get("version", 1)
+    except (ValueError, AttributeError, OSError):
+        return
+    if type(version) is int and version > VERSION:
+        raise UserError(f"the checkpoint {folder} has format version {version}, this twoscale reads up to {VERSION}: update twoscale")
 
 
 def newest_checkpoint(root: Path) -> Path | None:
@@ -144,7 +167,7 @@ def find_checkpoint(run: Path, name: str | None) -> Path:
     """One checkpoint of a run, the newest by default."""
     if not run.is_dir():
         raise UserError(f"{run} is no folder: give a run")
-    root = run / "checkpoints"
+    root = RunFolder(run).checkpoints
     if name is None:
         newest = newest_checkpoint(root)
         if newest is None:
@@ -153,14 +176,15 @@ def find_checkpoint(run: Path, name: str | None) -> Path:
     folder = root / Path(name).name
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist (checkpoints of this run: {', '.join(p.name for p in list_checkpoints(root))})")
+    check_version(folder)
     return folder
 
 
 def set_aside_after(root: Path, step: int) -> None:
     """Going on from an older checkpoint: later ones are renamed, so that they are neither resumed from nor pruned against."""
     for folder in list_checkpoints(root):
-        if int(folder.name[5:]) > step:
-            aside = root / f"old-{folder.name}"
+        if (checkpoint_step(folder.name) or 0) > step:
+            aside = old_checkpoint(folder)
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
 
@@ -169,16 +193,16 @@ def prune(root: Path, keep_last: int, milestones: Iterable[int]) -> None:
     """Remove all but the newest checkpoints and the milestones, and what a killed save left behind."""
     kept = set(milestones)
     for folder in list_checkpoints(root)[:-keep_last]:
-        if int(folder.name[5:]) not in kept:
+        if checkpoint_step(folder.name) not in kept:
             shutil.rmtree(folder, ignore_errors=True)
-    for rest in root.glob(".step-*.tmp"):
+    for rest in root.glob(UNFINISHED):
         shutil.rmtree(rest, ignore_errors=True)
 
 
 def read_progress(folder: Path) -> Progress:
     values = read_json(folder / STATE)
     if isinstance(values, dict):
-        values.pop("files", None)
+        values = {key: value for key, value in values.items() if key not in ("version", "files")}
     progress = from_dict(Progress, values, str(folder / STATE))
     if min(progress.step, progress.tokens, progress.sample) < 0:
         raise UserError(f"{folder / STATE} has a negative step, tokens or sample: the checkpoint is damaged")

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from twoscale.config import RunConfig, UserError, missing_package
 from twoscale.config.files import atomic_write
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_steps, to_dict
 
-METRICS = "metrics.jsonl"
 QUIET_SECONDS = 15.0  # between two progress lines where no terminal listens
 
 
@@ -23,7 +23,7 @@ class Metrics:
     """Appends records to metrics.jsonl. Going on from a checkpoint drops what was written after it."""
 
     def __init__(self, run: Path, config: RunConfig, from_step: int) -> None:
-        self.path = run / METRICS
+        self.path = RunFolder(run).metrics
         kept = [r for r in read_steps(self.path) if r["step"] <= from_step]
         with atomic_write(self.path) as f:
             f.write("".join(json.dumps(r) + "\n" for r in kept).encode())
@@ -70,7 +70,7 @@ class _TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise missing_package("tracker=tensorboard needs tensorboard", "track") from None
-        self.writer = SummaryWriter(str(run / "tensorboard"))  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(str(RunFolder(run).tensorboard))  # type: ignore[no-untyped-call]
 
     def write(self, step: int, values: dict[str, float]) -> None:
         for key, value in values.items():

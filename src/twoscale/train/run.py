@@ -9,6 +9,7 @@ from pathlib import Path
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import make_folder, write_json
 from twoscale.config.lock import lock
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, describe_skipped, prepared_config, quiet
@@ -17,8 +18,6 @@ from twoscale.train import checkpoint as ckpt
 from twoscale.train.parallel import World, open_world
 from twoscale.train.settings import check_same, differences as differences
 from twoscale.train.trainer import Probe, Trainer, TrainResult
-
-DATA_DIR = "data_dir.json"
 
 
 def start_run(
@@ -38,7 +37,7 @@ def start_run(
     if config.model.exit_gate:
         raise UserError("model.exit_gate: gates are read by exits.Gate where a loaded model has them; training one is not supported")
     data = find_data(run, data)
-    if data != run / "data":
+    if data != RunFolder(run).data:
         config = dataclasses.replace(config, data=prepared_config(data))
     with open_world() as world, contextlib.ExitStack() as held:
         error = None
@@ -62,39 +61,40 @@ def find_data(run: Path, given: Path | None) -> Path:
         if not given.is_dir():
             raise UserError(f"--data-dir {given} does not exist: make it with `twoscale prepare`")
         return given.resolve()
-    if not (run / DATA_DIR).exists():
-        return run / "data"
-    noted = read_json(run / DATA_DIR)
+    elsewhere = RunFolder(run).data_dir
+    if not elsewhere.exists():
+        return RunFolder(run).data
+    noted = read_json(elsewhere)
     if not isinstance(noted, dict) or not isinstance(noted.get("path"), str) or not Path(noted["path"]).is_dir():
-        raise UserError(f"the shards that {run} was trained on are gone (see {run / DATA_DIR}): name them with --data-dir")
+        raise UserError(f"the shards that {run} was trained on are gone (see {elsewhere}): name them with --data-dir")
     return Path(noted["path"])
 
 
 def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress, wanted: Tokenizer | None) -> None:
     """Everything about the folder that must be right before a model is built; nothing of an existing run is lost."""
-    trained = bool(ckpt.list_checkpoints(run / "checkpoints"))
-    if trained and not (run / ckpt.CONFIG).exists():
+    trained = bool(ckpt.list_checkpoints(RunFolder(run).checkpoints))
+    if trained and not RunFolder(run).config.exists():
         raise UserError(f"{run} has checkpoints but no {ckpt.CONFIG}: choose another --out")
     if trained:
         check_same(ckpt.load_config(run), config, run)
-    if data == run / "data":
+    if data == RunFolder(run).data:
         skipped = describe_skipped(prepare(config.data, data, progress))
         if skipped is not None:
             print(skipped, file=sys.stderr, flush=True)
     tokenizer = Tokenizer.load(data)
-    if trained and (run / "tokenizer.json").exists() and Tokenizer.load(run).fingerprint != tokenizer.fingerprint:
+    if trained and RunFolder(run).tokenizer.exists() and Tokenizer.load(run).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data} was made with another tokenizer than the run in {run}: give the run's own shards with --data-dir")
     if wanted is not None and wanted.fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data} was made with another tokenizer than the model that training starts from: prepare the text with its own")
     ckpt.save_config(run, config)
     tokenizer.save(run)
-    if data != run / "data":
+    if data != RunFolder(run).data:
         note_data(run, data)
 
 
 def note_data(run: Path, data: Path) -> None:
     """Remember shards that lie outside of the run."""
-    write_json(run / DATA_DIR, {"path": str(data.resolve())})
+    write_json(RunFolder(run).data_dir, {"path": str(data.resolve())})
 
 
 def describe(trainer: Trainer, world: World) -> str:

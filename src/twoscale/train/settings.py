@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from twoscale.config import RunConfig, UserError
+from twoscale.config.run_folder import CONFIG
 from twoscale.config.serial import to_dict
 
 # What may change between two sittings of one run without changing what it computes.
@@ -42,6 +43,6 @@ def check_checkpoint(saved: RunConfig, config: RunConfig, checkpoint: Path) -> N
     for name, (there, here) in differences(saved, config).items():
         if name not in OPERATIONAL:
             raise UserError(
-                f"{name} is {here!r} in {run / 'config.json'} and {there!r} in {checkpoint.name}, from which the run would go on: set it "
+                f"{name} is {here!r} in {run / CONFIG} and {there!r} in {checkpoint.name}, from which the run would go on: set it "
                 f"back; to train these weights with other settings: twoscale train --init {run} --out ANOTHER"
             )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twoscale.config import RunConfig, UserError
+from twoscale.config.run_folder import RunFolder
 from twoscale.data import Batches, TokenData, Tokenizer, held_out
 from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
@@ -87,7 +88,7 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.world, self.probes = config, run, world, probes
         self.metrics: Metrics | None = None
-        self.checkpoints = run / "checkpoints"
+        self.checkpoints = RunFolder(run).checkpoints
         c = config.train
         reuse_memory(world.device)
         self.micro = _micro_batch(config, world)

@@ -1,0 +1,196 @@
+"""`twoscale sweep`, `calibrate` and `eval` on a run's folder, as functions that return values.
+
+    found = sweep(Path("runs/tiny"), taus=(0.01, 0.1), progress=print)
+    found.to_pandas()
+
+`progress` is called with a line now and then; without it nothing is printed. `twoscale.sweep` and its like take `bundled` as well.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from twoscale import exits
+from twoscale.config import UserError
+from twoscale.config.files import write_json
+from twoscale.config.lock import lock
+from twoscale.config.run_folder import RunFolder
+from twoscale.config.serial import read_json
+from twoscale.exits import Exit
+from twoscale.tradeoff.calibrate import Calibrator, Goal, Texts
+from twoscale.tradeoff.controller import controller as read_or_train_controller
+from twoscale.tradeoff.evaluate import evaluate as evaluate_text
+from twoscale.tradeoff.heldout import heldout_windows
+from twoscale.tradeoff.load_run import LoadedRun, calibrated_exit, chosen_exit, load_run
+from twoscale.tradeoff.points import grid, settings
+from twoscale.tradeoff.results import Calibration, HeldOutLoss
+from twoscale.tradeoff.samples import write_samples
+from twoscale.tradeoff.stats import interval
+from twoscale.tradeoff.summary import Sweep
+from twoscale.tradeoff.sweep import Sweeper
+from twoscale.train.checkpoint import find_checkpoint
+
+RULES = ("step-norm", "kl", "acceleration")
+TAUS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # the first four are the paper's
+MAX_DCE = 0.005  # nats: what a calibration may cost if nothing is asked for
+SHOWN = ("acceleration", "step-norm", "kl")  # rules that the samples may be written with
+QUALITY = 0.01  # nats: what such a rule may cost
+Progress = Callable[[str], None]
+
+
+def sweep(
+    run: Path,
+    *,
+    rules: Sequence[str] = RULES,
+    taus: Sequence[float] = TAUS,
+    loops: int = 30,
+    windows: int = 20,
+    rounds: int = 6,
+    controller: bool = True,
+    checkpoint: str | None = None,
+    data_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Sweep:
+    """What every exit rule saves and costs, beside fixed depths, random exits and two oracles.
+
+    Written to RUN/sweep.jsonl line by line; what the file has is not measured again. `rules` are swept over `taus` (NAME:VALUE takes one
+    setting as it is), `loops` is the most steps that a group may take, `windows` how many held-out windows are measured on, `rounds` how
+    often times are taken. With `controller` a learned controller is trained (once) and compared. By default it is the newest checkpoint, on
+    the run's own held-out text. Where torchrun has started several processes they share the work, and each returns the whole sweep.
+    """
+    from twoscale.train.parallel import open_world  # with it comes torch.distributed, which the others do not need
+
+    say = progress or _quiet
+    if windows < 2 or rounds < 1 or loops < 2:
+        raise UserError("--windows and --loops are at least 2, --rounds at least 1")
+    if not taus or not all(0 <= tau < float("inf") for tau in taus):
+        raise UserError("--taus are numbers of at least 0")
+    for name in rules:
+        settings(name, tuple(taus))
+    with open_world() as world, contextlib.ExitStack() as held:
+        opened = load_run(run, checkpoint, data_dir, world.device)
+        problem = None
+        if world.main:
+            try:
+                held.enter_context(lock(run, "sweep"))
+            except UserError as error:
+                problem = str(error)
+        world.agree(problem)
+        text = opened.text("report", windows)
+        calibrated = calibrated_exit(run, opened.about, must=False)
+        learned = None
+        if controller:
+            if world.main:
+                try:
+                    say("the controller is read or trained")
+                    read_or_train_controller(run, opened, loops)
+                except UserError as error:
+                    problem = str(error)
+            world.agree(problem)
+            learned = read_or_train_controller(run, opened, loops)
+        points = grid(opened.model.config, loops, tuple(rules), tuple(taus), learned, calibrated)
+        sweeper = Sweeper(
+            opened.model, text, loops, RunFolder(run).sweep, opened.about, world, rounds, windows,
+            lambda token: opened.tokenizer.decode([token]), opened.source, quiet=progress is None,
+        )  # fmt: skip
+        found = sweeper.run(points, say)
+        if world.main:
+            _write_samples(run, opened, found, calibrated)
+        return found
+
+
+def _write_samples(run: Path, opened: LoadedRun, found: Sweep, calibrated: Mapping[int, exits.Rule] | None) -> None:
+    """Three texts with the calibrated rule, or with the cheapest rule that keeps the loss; kept where they are there already."""
+    loops, point = found.header["loops"], found.cheapest(SHOWN, QUALITY)
+    exit: Exit | None = calibrated or (point["id"] if point else None)
+    words = f"calibrated: {spelt(calibrated)}" if calibrated else point["id"] if point else "none, all loops"
+    path = RunFolder(run).samples
+    old = read_json(path) if path.exists() else {}
+    if not isinstance(old, dict) or any(old.get(key) != value for key, value in {**opened.about, "rule": words, "loops": loops}.items()):
+        write_samples(run, opened, exit, words, loops)
+
+
+def calibrate(
+    run: Path,
+    *,
+    max_dce: float | None = None,
+    mean_steps: float | None = None,
+    ms: float | None = None,
+    rule: str = "acceleration",
+    delta: float = 0.05,
+    loops: int = 30,
+    windows: int = 48,
+    checkpoint: str | None = None,
+    data_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Thresholds for each group, found on one part of the held-out text and certified on another; written to RUN/calibration.json.
+
+    Asked for is one of three: the loss rises by at most `max_dce` nats a token (0.005 by default), so many `mean_steps` a group, or so
+    many `ms` a token, one sequence, on this machine. `rule` is a rule's name, or NAME:VALUE,setting=value, of which the threshold is
+    replaced; `learned` trains a controller first. `delta` is the chance that the bound does not hold. `windows` held-out windows are
+    certified on and as many reported on; a third as many are fitted on.
+    """
+    say, asked = progress or _quiet, (max_dce, mean_steps, ms)
+    goal = Goal(*asked) if any(value is not None for value in asked) else Goal(max_dce=MAX_DCE)
+    if windows < 2 or loops < 2:
+        raise UserError("--windows and --loops are at least 2")
+    kind = exits.NAMES.get(rule.split(":")[0])
+    if kind is not exits.Learned:
+        needs_value = kind is not None and ":" not in rule and "tau" in kind.__dataclass_fields__
+        parsed = exits.parse(f"{rule}:0.01" if needs_value else rule)
+    opened = load_run(run, checkpoint, data_dir)
+    texts = Texts(opened.text("fit", max(1, windows // 3)), opened.text("certify", windows), opened.text("report", windows))
+    with lock(run, "calibrate"):
+        if kind is exits.Learned:
+            say("the controller is read or trained")
+            parsed = read_or_train_controller(run, opened, loops)
+        known = opened.about | {"windows": windows, "source": opened.source}
+        record = known | Calibrator(opened.model, parsed, texts, loops, delta, say).run(goal)
+        write_json(RunFolder(run).calibration, record)
+    return Calibration(record, calibrated_exit(run, opened.about) or {})
+
+
+def evaluate(
+    run: Path,
+    *,
+    exit: Exit | None = None,
+    loops: int | Sequence[int] | None = None,
+    windows: int = 64,
+    checkpoint: str | None = None,
+    data_dir: Path | None = None,
+) -> HeldOutLoss:
+    """Held-out loss, perplexity and bits per byte, at fixed loops or with an exit rule (`auto`: as calibrated).
+
+    `loops` is the most steps that a group may take; by default the model's mean_loops, or what was calibrated. `windows` held-out windows
+    are spread evenly over the split.
+    """
+    if windows < 2:
+        raise UserError("--windows is at least 2")
+    opened = load_run(run, checkpoint, data_dir)
+    rule, most = chosen_exit(find_checkpoint(run, checkpoint), exit, loops)
+    counts = opened.model.config.loops_for(most)
+    text = heldout_windows(opened.data, opened.model.config.block_size, windows)
+    found = evaluate_text(opened.model, text, rule, counts)
+    ce, size = float(found.losses.mean()), int(opened.tokenizer.byte_lengths()[text.targets].sum())
+    low, high = interval(found.losses.numpy(), text.clusters.numpy())
+    return HeldOutLoss(
+        checkpoint=opened.about["checkpoint"], tokens=text.targets.numel(), bytes=size, windows=len(text.ids), source=opened.source,
+        exit=spelt(exit), loops=list(counts), ce=ce, ce_low=low, ce_high=high, ppl=math.exp(ce),
+        bits_per_byte=float(found.losses.sum()) / math.log(2) / size, steps=found.steps.double().mean(dim=(0, 1)).tolist(),
+    )  # fmt: skip
+
+
+def spelt(exit: Exit | None) -> str | None:
+    """An exit as the command line writes it; the rules of several groups one after the other."""
+    if exit is None or isinstance(exit, str):
+        return exit
+    if isinstance(exit, Mapping):
+        return ", ".join(str(spelt(exit[g])) for g in sorted(exit))
+    return exits.spell(exit)
+
+
+def _quiet(line: str) -> Any:
+    """No progress."""

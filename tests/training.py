@@ -1,0 +1,41 @@
+"""Runs of the nano preset in processes of their own."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+from conftest import nano_run
+from forked import Command
+from twoscale.config import RunConfig, TrainConfig
+from twoscale.config.serial import read_jsonl
+
+
+def losses(run: Path) -> list[float]:
+    records = read_jsonl(run / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, len(records) + 1))
+    return [r["loss"] for r in records]
+
+
+def arguments(config: RunConfig, out: Path, shards: Path) -> list[str]:
+    """The command line of a nano run with these training settings."""
+    words = ["train", "--preset", "nano", "--out", str(out), "--data-dir", str(shards)]
+    base = nano_run().train
+    for f in dataclasses.fields(TrainConfig):
+        value = getattr(config.train, f.name)
+        if value != getattr(base, f.name):
+            words += [f"--train.{f.name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return words
+
+
+def finish(process: Command, code: int = 0) -> str:
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == code, out
+    return out
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    for _ in range(3000):
+        if len(read_jsonl(run / "metrics.jsonl")) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was never reached")
