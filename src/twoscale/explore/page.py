@@ -14,7 +14,7 @@ import gradio as gr
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.explore import figures
-from twoscale.explore.session import MOST_LOOPS, Inspection, Lane, Race, Session
+from twoscale.explore.session import MAX_LOOPS, Inspection, Lane, Race, Session
 
 LOW, HIGH = -6.0, 2.0  # the threshold's slider, in powers of ten
 PROMPT = "The old man looked at the sea and"
@@ -95,7 +95,7 @@ def build(session: Session) -> gr.Blocks:
                 power = gr.Slider(LOW, HIGH, value=-1.0, step=0.05, label="Threshold: power of ten", elem_id="power")
                 mark = gr.HTML(threshold_words(session, first, -1.0), elem_id="mark")
             with gr.Column(min_width=200):
-                loops = gr.Slider(2, MOST_LOOPS, value=max(2, min(most, MOST_LOOPS)), step=1, label="Most loops", elem_id="loops")
+                loops = gr.Slider(2, MAX_LOOPS, value=max(2, min(most, MAX_LOOPS)), step=1, label="Most loops", elem_id="loops")
                 kv = gr.Dropdown(["exact", "last", "ring:4"], value="exact", label="Keys and values kept", elem_id="kv")
             with gr.Column(min_width=200):
                 new = gr.Slider(1, max(2, session.room - 1), value=answer, step=1, label="New tokens", elem_id="new")
@@ -109,7 +109,7 @@ def build(session: Session) -> gr.Blocks:
                     gr.Markdown(f"#### {title}")
                     box = gr.HTML("<div class='text'></div>", js_on_load=CLICK, elem_id=name, apply_default_css=False)
                     lanes[name] = box, gr.Markdown("", elem_id=f"{name}-words")
-        legend = gr.HTML(figures.legend(c.loops_for(min(most, MOST_LOOPS))))
+        legend = gr.HTML(figures.legend(c.loops_for(min(most, MAX_LOOPS))))
         about = gr.Markdown("### Click a token to see how it was chosen", elem_id="about")
         with gr.Row():
             with gr.Column(min_width=300):
