@@ -33,14 +33,16 @@ MAX_STEPS, MIN_STEPS = 12, 3
 
 @dataclass(frozen=True)
 class Drawn(exits.Acceleration):
-    """Pays for acceleration and leaves after a depth that is a function of group, place and token."""
+    """Pays for acceleration and leaves after a depth that is a function of group, place and token, from `low` to `high` steps."""
 
     hits: int = field(default=1, kw_only=True)
+    low: int = field(default=MIN_STEPS, kw_only=True)
+    high: int = field(default=MAX_STEPS, kw_only=True)
 
     def measure(self, view: StepView) -> Numbers:
         super().measure(view)
         mixed = view.rows.positions * 7919 + view.rows.tokens * 104729 + view.group * 31
-        return MIN_STEPS + (mixed % 9973) % (MAX_STEPS - MIN_STEPS + 1) - view.k
+        return self.low + (mixed % 9973) % (self.high - self.low + 1) - view.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0
@@ -64,11 +66,10 @@ class Load:
     new: tuple[int, int] = (16, 64)
     seed: int = 0
 
-    def requests(self, model: LoopedGPT, rule: exits.Rule | None) -> Iterator[Request]:
-        """As many as are asked for, always the same."""
+    def requests(self, model: LoopedGPT, *rules: exits.Rule | None) -> Iterator[Request]:
+        """As many as are asked for, always the same; they take the rules in turn."""
         chance, c = random.Random(self.seed), model.config
-        params = loop_params(model, exit=rule, loops=MAX_STEPS)
-        while True:
+        for params in itertools.cycle([loop_params(model, exit=rule, loops=MAX_STEPS + i) for i, rule in enumerate(rules)]):
             length, new = (min(chance.randint(*spread), c.block_size // 2) for spread in (self.prompt, self.new))
             yield Request([chance.randrange(c.vocab_size) for _ in range(length)], SamplingParams(max_new_tokens=new), params)
 
@@ -142,9 +143,9 @@ def waiting_batches(model: LoopedGPT, load: Load) -> Result:
     return _between(Counters(), counters, time.perf_counter() - started, latency, first)
 
 
-def scheduled(model: LoopedGPT, load: Load, policy: str, rule: exits.Rule | None) -> Result:
-    """The scheduler, fed by clients that ask again when they have their answer."""
-    requests, ended = load.requests(model, rule), []
+def scheduled(model: LoopedGPT, load: Load, policy: str, *rules: exits.Rule | None) -> Result:
+    """The scheduler, fed by clients that ask again when they have their answer; requests take the rules in turn."""
+    requests, ended = load.requests(model, *rules), []
     scheduler = Scheduler(model, policy, max_num_seqs=load.clients)
 
     def ask() -> Request:
@@ -220,6 +221,22 @@ def _between(before: Counters, after: Counters, seconds: float, latency: list[fl
     calls = max(1, after.calls - before.calls)
     engine = after.engine_seconds - before.engine_seconds
     return Result(seconds, after.tokens - before.tokens, latency, first, (after.rows - before.rows) / calls, engine)
+
+
+MIXED = tuple(Drawn(1e-9, low=low, high=high) for low, high in ((3, 6), (5, 8), (7, 10), (9, 12), (3, 12), (4, 11), (5, 10), (6, 9)))
+"""Eight rules of different depths; their mean is that of `Drawn` by itself."""
+
+
+def bench_mixed(model: LoopedGPT, load: Load, rounds: int, say: Callable[[str], object]) -> list[tuple[Result, Result]]:
+    """Clients that all have one rule, and the same clients with eight rules and depth limits, in turns: (one rule, eight rules)."""
+    scheduled(model, replace(load, clients=4, seconds=0.0), "lockstep", *MIXED)  # warm
+    found = []
+    for turn in range(rounds):
+        load = replace(load, seed=turn)
+        one, eight = (scheduled(model, load, "lockstep", *rules) for rules in ((Drawn(1e-9),), MIXED))
+        say(f"round {turn + 1}: {one.rate:.1f} tokens/s with one rule, {eight.rate:.1f} with eight")
+        found.append((one, eight))
+    return found
 
 
 ONE, WAIT = "one request after another", "batches that wait"

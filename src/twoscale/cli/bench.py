@@ -79,6 +79,8 @@ class BenchServeArgs:
     """Instead: so many seconds of overload by twice as many clients, some of whom hang up; looks at memory and at every answer."""
     busy: bool = False
     """Instead: one request to `bundled` on free cores, with one core kept busy by another program, and with all of them."""
+    mixed: bool = False
+    """Instead: all clients with one rule, and with eight different rules and depth limits."""
     attack: bool = False
     """Instead: the latency of every request with and without 1,000 half-open connections and one heavy request, on 127.0.0.1."""
 
@@ -238,6 +240,13 @@ def _serve(args: BenchServeArgs) -> int:
     load = serve.Load(args.clients, args.seconds, args.prompt, args.new)
     if args.soak:
         return soak(model, load, byte_tokenizer(), args.soak, print)
+    if args.mixed:
+        rounds = serve.bench_mixed(model, load, args.rounds, say)
+        print(f"preset {args.preset}, {args.clients} clients, lockstep, medians of {args.rounds} rounds in turns")
+        for name, results in (("one rule", [a for a, _ in rounds]), ("eight rules and depth limits", [b for _, b in rounds])):
+            print(f"{name:<34}{serve.words(results)}")
+        print(f"eight rules beside one: {median(b.rate / a.rate for a, b in rounds):.2f}x")
+        return 0
     if args.attack:
         print(f"preset {args.preset}, {args.clients} clients, {args.rounds} rounds in turns")
         print("\n".join(attack.words(attack.bench_attack(model, load, byte_tokenizer(), args.rounds, say))))

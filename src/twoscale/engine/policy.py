@@ -7,6 +7,7 @@ Which is quicker depends on what a call costs with few and with many rows, so it
 `Policy` and an entry of POLICIES.
 """
 
+import math
 import time
 from itertools import pairwise
 from statistics import median
@@ -32,9 +33,9 @@ class Policy:
         """The stage of the next call."""
         raise NotImplementedError
 
-    def splits(self, pipeline: Pipeline) -> bool:
-        """Whether the rows at the first stage have kept the others waiting for too long, and must go on by themselves."""
-        return False
+    def split_at(self, pipeline: Pipeline) -> float:
+        """The number of calls of the pipeline after which the rows at its first stage no longer keep the others waiting."""
+        return math.inf
 
 
 class Lockstep(Policy):
@@ -47,10 +48,10 @@ class Lockstep(Policy):
     def stage(self, pipeline: Pipeline) -> int:
         return pipeline.lowest
 
-    def splits(self, pipeline: Pipeline) -> bool:
+    def split_at(self, pipeline: Pipeline) -> float:
         stage = pipeline.lowest
         later = [w for at, waiting in pipeline.waiting.items() if at > stage for w in waiting]
-        return any(pipeline.calls - w.arrived >= max(MIN_PATIENCE, PATIENCE * w.steps) for w in later)
+        return min((w.arrived + max(MIN_PATIENCE, PATIENCE * w.steps) for w in later), default=math.inf)
 
 
 class Depth(Policy):

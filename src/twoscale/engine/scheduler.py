@@ -215,15 +215,17 @@ class Scheduler:
 
         def go_on(rows: Rows, layers: int) -> bool:
             _charge(rows, layers, one)
-            if not policy.calls_at_once or self._arrived:
+            if not policy.calls_at_once or self._arrived or pipeline.calls >= split_at:
                 return False
             return limit == math.inf or min(share.work for share in shares) <= limit
 
         done: list[InFlight] = []
+        split_at = math.inf
         calls, rows, started = pipeline.calls, pipeline.rows_called, time.perf_counter()
         while pipeline.flights and not done:
+            split_at = policy.split_at(pipeline)
             done = pipeline.advance(policy.stage(pipeline), go_on)
-            if pipeline.flights and policy.splits(pipeline):
+            if pipeline.flights and pipeline.calls >= policy.split_at(pipeline):
                 self.pipelines.append(pipeline.split(pipeline.lowest))
                 break
             if (
