@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from http_client import post, serving, wait_for
-from twoscale.serve.connections import most_connections
+from twoscale.serve.connections import max_connections
 from twoscale.serve.limits import Limits
 from twoscale.serve.logs import RateLimit
 
@@ -151,9 +151,9 @@ def test_key_before_body(loaded) -> None:  # type: ignore[no-untyped-def]
 def test_bound_follows_the_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections never use up the files that the process may open."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert most_connections(Limits(connections=1000)) == 192 and most_connections(Limits(connections=10)) == 10
+    assert max_connections(Limits(connections=1000)) == 192 and max_connections(Limits(connections=10)) == 10
     monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))  # no limit
-    assert most_connections(Limits(connections=1000)) == 1000
+    assert max_connections(Limits(connections=1000)) == 1000
 
 
 def test_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from twoscale.engine.policy import choose_policy, cost_of
 
 @pytest.fixture(scope="module")
 def api(loaded):  # type: ignore[no-untyped-def]
-    with serving(loaded, body=20_000, calibrated=({0: exits.Fixed(2)}, 5)) as (address, server):
+    with serving(loaded, max_body=20_000, calibrated=({0: exits.Fixed(2)}, 5)) as (address, server):
         yield address, server
 
 

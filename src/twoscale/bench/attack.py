@@ -50,13 +50,13 @@ def heavy(model: LoopedGPT) -> dict[str, Any]:
 
 
 @contextmanager
-def script(given: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+def script(task: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """attackers.py in a process of its own, which ends with the block."""
     with resources.as_file(resources.files("twoscale.bench").joinpath("attackers.py")) as path:
         process = subprocess.Popen([sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
             yield process
         finally:
@@ -94,16 +94,16 @@ def bench_attack(
             return [float(seconds) for seconds in found], scheduler.counters.tokens - before
 
         own = clients()[1]
-        for turn in range(rounds):
+        for round_ in range(rounds):
             quiet.append(clients()[0])
-            given = {"role": "attackers", "address": address, "connections": connections, "heavy": heavy(model), "seconds": SECONDS}
-            with script(given) as attackers:
+            task = {"role": "attackers", "address": address, "connections": connections, "heavy": heavy(model), "seconds": SECONDS}
+            with script(task) as attackers:
                 assert attackers.stdout is not None
                 attackers.stdout.readline()
                 seconds, tokens = clients()
             attacked.append(seconds)
             more += tokens - own
-            say(f"round {turn + 1}: median {median(quiet[-1]):.3f} s, attacked {median(attacked[-1]):.3f} s")
+            say(f"round {round_ + 1}: median {median(quiet[-1]):.3f} s, attacked {median(attacked[-1]):.3f} s")
     return Attacked(quiet, attacked, more)
 
 

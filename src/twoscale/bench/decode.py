@@ -37,18 +37,18 @@ HUGINN = ModelConfig(
 
 @dataclass(frozen=True)
 class Spread(exits.Acceleration):
-    """Pays for acceleration and leaves after depths spread evenly over `least` .. `most`, as a trained model's tokens do."""
+    """Pays for acceleration and leaves after depths spread evenly over `low` .. `high`, as a trained model's tokens do."""
 
     hits: int = field(default=1, kw_only=True)
-    least: int = field(default=3, kw_only=True)
-    most: int = field(default=12, kw_only=True)
+    low: int = field(default=3, kw_only=True)
+    high: int = field(default=12, kw_only=True)
 
     def measure(self, view: StepView) -> Numbers:
         super().measure(view)
         known = view.rows.__dict__  # the rows' depths are worked out once, so that only acceleration is paid for
         if known.get("depths of") != view.group:
             known["depths of"] = view.group
-            depths = [self.least + (part.sequence * 7 + view.group * 3) % (self.most - self.least + 1) for part in known["parts"]]
+            depths = [self.low + (part.sequence * 7 + view.group * 3) % (self.high - self.low + 1) for part in known["parts"]]
             known["depths"] = depths[0] if len(depths) == 1 else torch.tensor(depths)
         return known["depths"] - view.k
 
@@ -90,7 +90,7 @@ class Steps:
                 if looks is not None:
                     state = loop.rules.segments[0].state
                     assert state is not None
-                    state.update = _noted(state.update, looks)  # type: ignore[method-assign]
+                    state.update = _timed_calls(state.update, looks)  # type: ignore[method-assign]
                 while len(loop):
                     loop.advance()
 
@@ -181,14 +181,14 @@ def bench_rules(model: LoopedGPT, rules: Sequence[Rule], context: int, loops: in
     return {name: median(seconds) for name, seconds in looks.items()}
 
 
-def _noted(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def noted(*args: Any) -> Any:
+def _timed_calls(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def timed_call(*args: Any) -> Any:
         started = time.perf_counter()
         result = work(*args)
         seconds.append(time.perf_counter() - started)
         return result
 
-    return noted
+    return timed_call
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class ExitBench:
 
 def bench_exits(model: LoopedGPT, batch: int, context: int, loops: int, repeats: int) -> ExitBench:
     """Every figure is a median over rounds, each of which takes all its times token by token in turn."""
-    rule = Spread(1.0, most=loops)
+    rule = Spread(1.0, high=loops)
     rows = Steps(model, batch, context, loops, exit=rule)
     rows_full = Steps(model, batch, context, loops, caches=rows.caches)
     full, bare, alone = (Steps(model, 1, context, n, exit=r, caches=rows.caches) for n, r in ((loops, None), (1, None), (loops, rule)))

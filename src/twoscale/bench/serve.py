@@ -231,10 +231,10 @@ def bench_mixed(model: LoopedGPT, load: Load, rounds: int, say: Callable[[str], 
     """Clients that all have one rule, and the same clients with eight rules and depth limits, in turns: (one rule, eight rules)."""
     scheduled(model, replace(load, clients=4, seconds=0.0), "lockstep", *MIXED)  # warm
     found = []
-    for turn in range(rounds):
-        load = replace(load, seed=turn)
+    for round_ in range(rounds):
+        load = replace(load, seed=round_)
         one, eight = (scheduled(model, load, "lockstep", *rules) for rules in ((Drawn(1e-9),), MIXED))
-        say(f"round {turn + 1}: {one.rate:.1f} tokens/s with one rule, {eight.rate:.1f} with eight")
+        say(f"round {round_ + 1}: {one.rate:.1f} tokens/s with one rule, {eight.rate:.1f} with eight")
         found.append((one, eight))
     return found
 
@@ -251,12 +251,12 @@ def bench_serve(model: LoopedGPT, load: Load, tokenizer: Any, rounds: int, say: 
         say(f"{name}: {result.rate:.1f} tokens/s")
 
     scheduled(model, replace(load, clients=4, seconds=0.0), "lockstep", Drawn(1e-9))  # warm
-    for turn in range(rounds):
-        load = replace(load, seed=turn)
+    for round_ in range(rounds):
+        load = replace(load, seed=round_)
         note(ONE, one_by_one(model, load))
         note(WAIT, waiting_batches(model, load))
         for policy in POLICIES:
-            if turn == 0:
+            if round_ == 0:
                 note(f"{policy}, all {MAX_STEPS} loops", scheduled(model, load, policy, None))
             note(f"{policy}, with exits", scheduled(model, load, policy, Drawn(1e-9)))
         best = max(POLICIES, key=lambda p: found[f"{p}, with exits"][0].rate)

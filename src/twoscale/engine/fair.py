@@ -62,9 +62,9 @@ class FairShares:
             need, own = size(request), self.held[share]
             if not texts[share]:
                 return request if need <= free else None
-            most = (CACHE_CONTESTED if contested else CACHE_ALONE) * (own + free)
+            cache_limit = (CACHE_CONTESTED if contested else CACHE_ALONE) * (own + free)
             limit = max(1, max_num_seqs // 2) if contested else max_num_seqs
-            if len(running) < max_num_seqs and texts[share] < limit and own + need <= most:
+            if len(running) < max_num_seqs and texts[share] < limit and own + need <= cache_limit:
                 return request
         return None
 
@@ -97,4 +97,4 @@ def select(requests: Sequence[Request], rows: int, beside: Sequence[Request] = (
         others = sum(len(by_share[share]) for share in shares if share is not largest)
         del by_share[largest][max(1, others) :]
     turns = zip_longest(*(by_share[share] for share in shares))
-    return [request for turn in turns for request in turn if request is not None][:rows]
+    return [request for texts_ in turns for request in texts_ if request is not None][:rows]

@@ -86,9 +86,9 @@ class Loop:
         rows, before, engine = self.rows, self.x, self.engine
         assert rows is not None
         at_limit = False
-        for part, most in zip(rows.parts, self.max_steps, strict=True):
+        for part, limit in zip(rows.parts, self.max_steps, strict=True):
             part.k += 1
-            at_limit = at_limit or part.k >= most
+            at_limit = at_limit or part.k >= limit
         x = before if engine.config.noise == "start" else self.group.stir(before, self._step_noise(rows))
         injected = None if self.injected is None else self.injected[None]
         after = self.group.step(x[None], injected, self.rope, self.attention)[0]
@@ -112,7 +112,7 @@ class Loop:
         """Release the rows that have passed their rule or taken all their steps."""
         leaves = torch.full((rows.n,), passed, device=after.device) if isinstance(passed, bool) else passed
         if at_limit:
-            ended = [part.k >= most for part, most in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
+            ended = [part.k >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
             leaves = leaves | torch.tensor(ended, device=after.device)
         gone = leaves.nonzero().flatten()
         if not len(gone):

@@ -71,8 +71,8 @@ class SamplingParams:
 
 def split_stop(stop: str | int | Iterable[str | int]) -> tuple[frozenset[int], tuple[str, ...]]:
     """`stop` as users give it, one or several token ids and strings: the ids, and the strings."""
-    given = [stop] if isinstance(stop, str | int) else list(stop)
-    return frozenset(s for s in given if not isinstance(s, str)), tuple(s for s in given if isinstance(s, str))
+    stops = [stop] if isinstance(stop, str | int) else list(stop)
+    return frozenset(s for s in stops if not isinstance(s, str)), tuple(s for s in stops if isinstance(s, str))
 
 
 @dataclass(frozen=True)

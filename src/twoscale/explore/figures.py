@@ -22,9 +22,9 @@ def tokens_html(lane: Lane, loops: Sequence[int], selected: int | None = None, d
         if not piece:
             continue
         kind = "tok" + " given" * (i < len(lane.prompt)) + " on" * (i == selected) + " differs" * (i == difference)
-        told = "nothing chose it" if steps is None else f"{' / '.join(map(str, steps))} steps"
+        tooltip = "nothing chose it" if steps is None else f"{' / '.join(map(str, steps))} steps"
         colour = "" if steps is None or i < len(lane.prompt) else f" style='background:{step_colour(step_share(steps, loops))}'"
-        spans.append(f"<span class='{kind}' data-i='{i}' role='button' tabindex='0' title='{told}'{colour}>{html.escape(piece)}</span>")
+        spans.append(f"<span class='{kind}' data-i='{i}' role='button' tabindex='0' title='{tooltip}'{colour}>{html.escape(piece)}</span>")
     return f"<div class='text'>{''.join(spans)}{'' if lane.done else '<span class=caret>▏</span>'}</div>"
 
 
