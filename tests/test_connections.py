@@ -104,7 +104,7 @@ def test_idle_connections(loaded) -> None:  # type: ignore[no-untyped-def]
 
 def test_oldest_first(loaded) -> None:  # type: ignore[no-untyped-def]
     """Where too many connections are open, those that have waited longest for their client are closed, and new clients are served."""
-    with serving(loaded, connections=4) as (address, _), half_open(address.removeprefix("http://"), 10) as sockets:
+    with serving(loaded, max_connections=4) as (address, _), half_open(address.removeprefix("http://"), 10) as sockets:
         assert [post(address, ASK)[0] for _ in range(3)] == [200] * 3
         wait_for(lambda: all(answer_now(sock) == b"" for sock in sockets[:6]))
         assert answer_now(sockets[-1]) is None  # still open
@@ -151,9 +151,9 @@ def test_key_before_body(loaded) -> None:  # type: ignore[no-untyped-def]
 def test_bound_follows_the_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections never use up the files that the process may open."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert max_connections(Limits(connections=1000)) == 192 and max_connections(Limits(connections=10)) == 10
+    assert max_connections(Limits(max_connections=1000)) == 192 and max_connections(Limits(max_connections=10)) == 10
     monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))  # no limit
-    assert max_connections(Limits(connections=1000)) == 1000
+    assert max_connections(Limits(max_connections=1000)) == 1000
 
 
 def test_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

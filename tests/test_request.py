@@ -133,7 +133,7 @@ def test_rewind() -> None:
 
 
 def test_deep_request_beside_shallow_ones() -> None:
-    """In lockstep, shallow requests do not wait for all steps of a deep one: it becomes a round of its own. Each gets what it gets alone."""
+    """Shallow requests do not wait for all steps of a deep one, which becomes a round of its own. Each gets what it gets alone."""
     model = model_of()
     deep = request_of(model, 1, None, loops=200, new=6, temperature=0.0)
     shallow = [request_of(model, i, exits.Fixed(2), new=6, temperature=0.0) for i in range(2, 6)]

@@ -57,8 +57,10 @@ def parse_kv(kv: str) -> int | None:
 class LayerCache:
     """Keys and values of one layer."""
 
-    def __init__(self, shape: tuple[int, int, int], levels: int, like: Tensor, kernels: Kernels) -> None:
-        self.shape, self.max_levels, self.kernels = shape, levels, kernels  # (J, T, D)
+    def __init__(self, layer: int, shape: tuple[int, int, int], levels: int, like: Tensor, kernels: Kernels) -> None:
+        self.layer, self.shape, self.max_levels, self.kernels = layer, shape, levels, kernels  # (J, T, D)
+        self.slot: object | None = None
+        """Holds the memory of keys and values for kernels that share it between sequences."""
         self.depth = 0  # levels that exist
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
@@ -95,18 +97,23 @@ class LayerCache:
         if level >= len(self.keys):
             levels = min(self.max_levels, max(1, 2 * len(self.keys), level + 1))
             self._check_memory(levels)
-            for name in ("keys", "values"):
-                grown = self.keys.new_empty(levels, *self.shape)
-                if self.depth:
-                    grown[: self.depth, :, :length] = getattr(self, name)[: self.depth, :, :length]
-                setattr(self, name, grown)
-            self.locate()
+            self._move(levels, length)
             self.level_bytes = self.keys[0].nbytes
         for new in range(self.depth, level + 1):
             if new:
                 for store in (self.keys, self.values):
                     store[new, :, :length] = store[new - 1, :, :length]
         self.depth = level + 1
+
+    def _move(self, levels: int, length: int) -> None:
+        """Into memory for so many levels."""
+        old = self.keys, self.values
+        self.keys, self.values, slot = self.kernels.allocate(self.layer, (levels, *self.shape), old[0])
+        if self.depth:
+            for new, before in ((self.keys, old[0]), (self.values, old[1])):
+                new[: self.depth, :, :length] = before[: self.depth, :, :length]
+        self.slot = slot
+        self.locate()
 
     def _check_memory(self, levels: int) -> None:
         """Refuse to hold more levels than there is memory for: the system would end the process."""
@@ -123,8 +130,8 @@ class LayerCache:
 
     def copy(self) -> "LayerCache":
         new = copy(self)
-        new.keys, new.values = self.keys.clone(), self.values.clone()
-        new.locate()
+        if len(self.keys):
+            new._move(len(self.keys), self.shape[1])
         return new
 
     def locate(self) -> None:
@@ -146,7 +153,7 @@ class Cache:
         self.capacity, self.length, self.params = capacity, 0, params
         like = torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like
         shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or EagerKernels()
-        self.layers = [LayerCache(shape, n, like, kernels) for n in levels_of(config, params)]
+        self.layers = [LayerCache(i, shape, n, like, kernels) for i, n in enumerate(levels_of(config, params))]
 
     def extend(self, n: int) -> int:
         """Make n more tokens part of the sequence; returns the position of the first."""

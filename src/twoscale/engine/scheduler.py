@@ -325,6 +325,8 @@ class Scheduler:
                 self.fair.begin(request, self._bytes(request))
                 self.running.append(request)
                 admitted.append(request)
+        if admitted:
+            self.engine.kernels.expect(len(self.running))
         for request in admitted:
             try:
                 request.cache = self.engine.open(request.capacity, request.params)

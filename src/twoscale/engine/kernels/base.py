@@ -55,6 +55,14 @@ class Kernels(ABC):
         """Measures the steps of rows for exit rules; it may keep what it needs from one step to the next."""
 
     @abstractmethod
+    def expect(self, sequences: int) -> None:
+        """So many sequences will have caches at the same time."""
+
+    @abstractmethod
+    def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
+        """Memory for the keys and the values (L, J, T, D) of a layer, and what must be kept for as long as they are used."""
+
+    @abstractmethod
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         """Where keys and values lie in memory, for kernels that need to know."""
 

@@ -4,13 +4,15 @@ Shapes: N rows, C width, S sequences, H query heads, J key/value heads, T positi
 """
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twoscale.engine.kernels.base import Kernels, RowKernels
+from twoscale.engine.kernels.slots import Slab, Slot, Slots
 from twoscale.exits.rule import Meter, Numbers
 from twoscale.geometry.steps import length
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm
@@ -18,6 +20,9 @@ from twoscale.model.layers import MLP, Attend, Block, RMSNorm
 if TYPE_CHECKING:
     from twoscale.engine.cache import LayerCache, Place
     from twoscale.engine.rows import Part, Rows
+
+
+MIN_POSITIONS = 64  # of a slot
 
 
 class EagerNorm(nn.Module):
@@ -49,6 +54,9 @@ class EagerKernels(Kernels):
     name = "torch"
     copies_weights = False
 
+    def __init__(self) -> None:
+        self.slots = Slots()
+
     def linear(self, weight: Tensor) -> nn.Module:
         raise AssertionError("the model's own linear maps are used")
 
@@ -70,6 +78,15 @@ class EagerKernels(Kernels):
     def meter(self) -> Meter:
         return measure
 
+    def expect(self, sequences: int) -> None:
+        self.slots.expected = max(1, sequences)
+
+    def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
+        L, J, T, D = shape
+        room = max(MIN_POSITIONS, 1 << (T - 1).bit_length())  # sequences of similar length share a slab
+        slot = self.slots.take(layer, (L, J, room, D), like)
+        return slot.keys[:, :, :T], slot.values[:, :, :T], slot
+
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return 0, 0
 
@@ -80,38 +97,70 @@ class EagerKernels(Kernels):
 
 
 class EagerRows:
-    """Attention of rows: parts of several tokens one by one, single tokens of all sequences in one padded call."""
+    """Attention of rows: single tokens of many sequences in one call a slab, parts of several tokens one by one."""
 
     def __init__(self, rows: "Rows") -> None:
         self.rows = rows
-        self.masks: dict[int, Tensor] = {}
-        self.together = len(rows.parts) > 1 and len(rows.parts) == rows.n
+        self.masks: dict[object, Tensor | None] = {}
+        self.indices: dict[tuple[int, ...], Tensor] = {}
+        self.together = len(rows.parts) > 1 and rows.one_each
         """Whether there are several sequences with one token each."""
 
     def attention(self, layer: int) -> Attend:
-        attend = self._attend_padded if self.together else self._attend_parts
+        attend = self._attend_slabs if self.together else self._attend_parts
         return lambda q, k, v: attend(layer, q, k, v)
 
-    def _attend_padded(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (1, S, H, D), k and v (1, S, J, D) -> (1, S, H, D): one call for all sequences, shorter ones padded and masked."""
-        parts, longest = self.rows.parts, self.rows.longest
-        S, J, D = k.shape[1:]
-        keys, values = (x.new_zeros(S, J, longest, D) for x in (k, v))
-        for i, part in enumerate(parts):
+    def _attend_slabs(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): one call for the sequences of a slab, shorter ones masked."""
+        by_slab: dict[Slab, list[tuple[int, int, int]]] = {}
+        for i, part in enumerate(self.rows.parts):
             store = part.cache.layers[layer]
-            held_keys, held_values = store.write(part.k or 1, part.at, k[0, i], v[0, i], part.end, part.cache.length)
-            keys[i, :, : part.end], values[i, :, : part.end] = held_keys, held_values
-        y = F.scaled_dot_product_attention(q[0, :, :, None], keys, values, attn_mask=self._padding(q.dtype), enable_gqa=q.shape[2] != J)
-        return y[None, :, :, 0]
+            level, slot = store.open_level(part.k or 1, part.cache.length), store.slot
+            assert isinstance(slot, Slot)
+            by_slab.setdefault(slot.slab, []).append((i, slot.index, level))
+        if len(by_slab) == 1:
+            ((slab, found),) = by_slab.items()
+            return self._attend_slab(slab, found, q[0], k[0], v[0])[None]
+        out = torch.empty_like(q)
+        for slab, found in by_slab.items():
+            index = self._index([i for i, _, _ in found])
+            out[0, index] = self._attend_slab(slab, found, q[0, index], k[0, index], v[0, index])
+        return out
 
-    def _padding(self, dtype: torch.dtype) -> Tensor | None:
-        """(S, 1, 1, T): what is added to the scores, so that no row attends to padding; None where no sequence is shorter."""
-        ends = [part.end for part in self.rows.parts]
+    def _attend_slab(self, slab: Slab, found: list[tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (n, H, D), k and v (n, J, D) of rows (place, slot, level) -> (n, H, D)."""
+        places, slots, levels = ([entry[i] for entry in found] for i in range(3))
+        parts = [self.rows.parts[i] for i in places]
+        positions = self.rows.positions if len(places) == self.rows.n else self.rows.positions[self._index(places)]
+        longest = max(part.end for part in parts)
+        keys: Tensor
+        values: Tensor
+        if len(set(levels)) == 1 and slots[-1] - slots[0] == len(slots) - 1 and slots == sorted(slots):  # neighbours at one level: no copy
+            rows = self._index(range(len(slots)))
+            keys, values = (x[slots[0] : slots[0] + len(slots), levels[0]] for x in (slab.keys, slab.values))
+            keys[rows, :, positions], values[rows, :, positions] = k, v
+            keys, values = keys[:, :, :longest], values[:, :, :longest]
+        else:
+            at, level = self._index(slots), self._index(levels)
+            slab.keys[at, level, :, positions], slab.values[at, level, :, positions] = k, v
+            keys, values = slab.keys[at, level, :, :longest], slab.values[at, level, :, :longest]
+        mask = self._padding(tuple(places), positions, [part.end for part in parts], q.dtype)
+        y = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        return y[:, :, 0]
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        key = tuple(numbers)
+        if key not in self.indices:
+            self.indices[key] = torch.tensor(key, device=self.rows.ids.device)
+        return self.indices[key]
+
+    def _padding(self, places: tuple[int, ...], positions: Tensor, ends: list[int], dtype: torch.dtype) -> Tensor | None:
+        """(n, 1, 1, T): what is added to the scores, so that no row attends to padding; None where no sequence is shorter."""
         if min(ends) == max(ends):
             return None
-        if -1 not in self.masks:
-            self.masks[-1] = _mask(self.rows.positions, max(ends), dtype)[:, None, None]
-        return self.masks[-1]
+        if places not in self.masks:
+            self.masks[places] = _mask(positions, max(ends), dtype)[:, None, None]
+        return self.masks[places]
 
     def _attend_parts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same, one call a sequence."""
@@ -132,9 +181,10 @@ class EagerRows:
 
     def _causal(self, i: int, part: "Part", first: int, dtype: torch.dtype) -> Tensor:
         """(n, T): what is added to the scores of a part's rows, so that none attends to a later position."""
-        if i not in self.masks:
-            self.masks[i] = _mask(self.rows.positions[first : first + part.count], part.end, dtype)
-        return self.masks[i]
+        key = ("part", i)
+        if key not in self.masks:
+            self.masks[key] = _mask(self.rows.positions[first : first + part.count], part.end, dtype)
+        return cast(Tensor, self.masks[key])
 
 
 def _mask(positions: Tensor, end: int, dtype: torch.dtype) -> Tensor:

@@ -235,6 +235,7 @@ class NativeKernels(EagerKernels):
     copies_weights = True
 
     def __init__(self, library: Library) -> None:
+        super().__init__()
         self.library = library
 
     def linear(self, weight: Tensor) -> nn.Module:
@@ -254,6 +255,9 @@ class NativeKernels(EagerKernels):
 
     def meter(self) -> Meter:
         return NativeMeter(self.library)
+
+    def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
+        return like.new_empty(shape), like.new_empty(shape), None
 
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return pointer(keys, keys.numel()), pointer(values, values.numel())
