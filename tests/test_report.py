@@ -136,7 +136,7 @@ def test_claims() -> None:
     steady, moving = [0.5] * 29, [0.9 - 0.05 * k for k in range(29)]
     assert outcomes(record(decay, steady, 20)) == "ccuc"
     assert outcomes(record([1.0] * 30, moving, 0.5)) == "rrur"
-    assert outcomes(record(slow, [0.5] * 14 + [0.3] * 15, 2)) == "uuuu"
+    assert outcomes(record(slow, [0.5] * 22 + [0.3] * 7, 2)) == "uuuu"
     assert outcomes(record(slow, moving, 9, step=10), record(decay, steady, 9)) == "cccc"
     assert outcomes(record(decay, steady, 9, step=10), record(slow, moving, 9)) == "urrc"
     assert outcomes(record(slow, moving, 9, step=0), record(decay, steady, 9)) == "ccuc", "the start is not training"

@@ -9,9 +9,9 @@ import pytest
 from conftest import CommandLine
 from twoscale.cli.reproduce import EFFORTS, Effort
 from twoscale.report.claims import judge
+from twoscale.report.exit_claims import judge_exits
 from twoscale.report.load import load_run
 from twoscale.report.page import write_report
-from twoscale.report.verdict import judge_exits
 
 NANO = (
     "reproduce",

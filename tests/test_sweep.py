@@ -15,9 +15,10 @@ from conftest import CommandLine, nano_run
 from test_train import finish, start_process
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
+from twoscale.report.advice import recommend
+from twoscale.report.exit_claims import judge_exits
 from twoscale.report.page import write_report
-from twoscale.report.verdict import judge_exits, recommend, signed
-from twoscale.report.words import sweep_text
+from twoscale.report.words import signed, sweep_text
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train import start_run
 
@@ -326,7 +327,7 @@ def test_page(swept: Path) -> None:
     assert page.count(measured_on) == 5 and "corpus.txt" in measured_on, (
         "the four figures of the sweep and the recommendation name their text"
     )
-    assert "These losses are of different parts of the held-out text" in page and "the default of 3 loops" in page
+    assert "These losses are of different tokens" in page and "the default of 3 loops" in page
 
 
 def test_eval(swept: Path, cli: CommandLine) -> None:

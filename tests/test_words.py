@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from twoscale.cli.calibrate import describe
-from twoscale.report.verdict import below, cost_of, recommend, saving
+from twoscale.config.words import all_loops, group_label, group_list, plural, text_words
+from twoscale.report.advice import below, choose, cost_of, recommend, sample_words, saving
 from twoscale.report.words import (
     against_default,
     calibration_sentences,
@@ -17,7 +18,6 @@ from twoscale.report.words import (
     side,
     signed,
     sweep_text,
-    text_words,
 )
 from twoscale.tradeoff.calibrate import certified_words
 from twoscale.tradeoff.summary import Sweep, read_calibration, read_sweep
@@ -54,7 +54,8 @@ def test_ties_go_to_the_fixed_depth() -> None:
     assert head.startswith(
         "Use fixed:4: 4.00 [3.80, 4.20] ms a token, 4.0 steps (67 % less time than the default of 12 loops: 12.0 [11.9, 12.1]"
     )
-    assert head.endswith(" tokens.") and "settings whose CE rises by no more than 0.01 nats" in words
+    assert head.endswith(" nats against all 30 loops on 6,144 tokens; chosen on these tokens, not certified.")
+    assert "settings whose CE rises by no more than 0.01 nats on the sweep's text" in words
     assert "The best rule of the same quality is step-norm:1.0: 3.90 [3.70, 4.10] ms" in words and "cannot be told apart" in words
     quicker = a_point("step-norm:1.0", (3.5, 3.6, 3.79), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, quicker))
@@ -134,7 +135,7 @@ def test_savings_name_the_default() -> None:
     assert "87 % less time than the default of 30 loops: " in recommend(a_sweep(fixed, mean_loops=30))[0]
     slow = Sweep(HEADER, [FULL, a_point("fixed:12", (3.0, 3.1, 3.2), 12.0, 0.3), a_point("kl:1", (14.0, 15.0, 16.0), 20.0)], 3)
     assert "(384 % more time than the default of 12 loops: " in recommend(slow)[0], "a quick default that loses quality"
-    assert "The default of 12 loops may cost more than 0.01 nats: dCE +0.3000 [+0.2990, +0.3010]." in recommend(slow)[1]
+    assert "On the sweep's text the default of 12 loops may cost more than 0.01 nats: dCE +0.3000 [+0.2990, +0.3010]." in recommend(slow)[1]
     assert "may cost more" not in recommend(a_sweep(fixed))[1]
 
 
@@ -146,12 +147,25 @@ def test_names_of_points() -> None:
     assert recommend(Sweep(HEADER, [DEFAULT], 3)) == ("The sweep is not finished.", "The full run has not been measured yet.")
 
 
-def test_the_oracle_is_told_where_it_keeps_quality() -> None:
-    """The oracle with the fewest steps is told, with its dCE, if its CE stays within 0.01 nats; otherwise nothing is."""
-    oracle = a_point("oracle-stay:0.01", (9.0, 9.0, 9.0), 7.3, 0.002, setting=0.01)
-    words = recommend(a_sweep(oracle))[1]
-    assert "stays within 0.01 nats of the full run's takes 7.3 steps (dCE +0.0020 [+0.0010, +0.0030])" in words
-    assert "oracle" not in recommend(a_sweep(oracle | {"dce_high": 0.011}))[1]
+def test_both_oracles_are_told_where_they_keep_quality() -> None:
+    """Each oracle is named with its setting, at the fewest steps that keep CE within 0.01 nats; one that loses quality is left out."""
+    stay = [
+        a_point(f"oracle-stay:{eps}", (9.0, 9.0, 9.0), steps, dce, setting=eps)
+        for eps, steps, dce in ((0.003, 11.4, 0.0), (0.01, 7.3, 0.002))
+    ]
+    lagrange = a_point("oracle-lagrange:0.03", (2.0, 2.0, 2.0), 2.0, -0.16, setting=0.03)
+    words = recommend(a_sweep(*stay, lagrange))[1]
+    assert (
+        "the first (one depth for all groups, the fewest steps after which the token's loss stays within eps of the full run's) takes"
+        in words
+    )
+    assert "7.3 steps at eps = 0.01, the eps with the fewest steps among those tried that keep CE within 0.01 nats (dCE +0.0020 [" in words
+    assert (
+        "the second (any of some forty combinations" in words and "takes 2.0 steps at a price of 0.03 nats a step (dCE -0.1600 [" in words
+    )
+    assert "11.4 steps at eps = 0.003" in recommend(a_sweep(stay[0], stay[1] | {"dce_high": 0.011}, lagrange))[1]
+    assert "the second" not in recommend(a_sweep(*stay))[1] and "the one (any of" in recommend(a_sweep(lagrange))[1]
+    assert "racle" not in recommend(a_sweep(stay[1] | {"dce_high": 0.011}))[1]
 
 
 def test_numbers() -> None:
@@ -184,11 +198,11 @@ def test_texts_are_named() -> None:
     """A loss says how many tokens of how many documents, of which part, of which source; an older file names no source."""
     assert (
         text_words("report", 6144, 23, "pieces", "builtin")
-        == "6,144 tokens of 23 pieces of documents, the report part of the held-out text of builtin"
+        == "6,144 tokens (23 pieces of documents) from the report part of the held-out text of builtin"
     )
-    assert text_words("all", 512, 8, "windows", "a.txt") == "512 tokens in 8 windows, spread over all held-out text of a.txt"
-    assert text_words("certify", 99, 4, "documents") == "99 tokens of 4 documents, the certify part of the held-out text"
-    assert text_words("fit", 99) == "99 tokens, the fit part of the held-out text"
+    assert text_words("all", 512, 8, "windows", "a.txt") == "512 tokens (8 windows) spread over all held-out text of a.txt"
+    assert text_words("certify", 99, 1, "documents") == "99 tokens (1 document) from the certify part of the held-out text"
+    assert text_words("fit", 1) == "1 token from the fit part of the held-out text"
     assert f"Measured on {sweep_text(HEADER)}." in recommend(a_sweep())[1]
 
 
@@ -196,12 +210,136 @@ def test_losses_of_different_text() -> None:
     """Where a page shows losses of several texts it says which are of which; with one there is nothing to say."""
     evaluation = {"tokens": 8192, "windows": 64}
     note = losses_note(evaluation, HEADER | {"source": "builtin"}, a_calibration())
-    assert (
-        note.startswith("These losses are of different parts of the held-out text")
-        and "8,192 tokens in 64 windows, spread over all" in note
-    )
-    assert "6,144 tokens of 23 pieces of documents, the report part of the held-out text of builtin" in note and "900 tokens of 11" in note
+    assert note.startswith("These losses are of different tokens and are not to be compared") and "8,192 tokens (64 windows) spread" in note
+    assert "6,144 tokens (23 pieces of documents) from the report part of the held-out text of builtin" in note and "900 tokens (11" in note
+    assert note.endswith("The report part is one set of documents: the sweep reads 6,144 tokens of it, the calibration 800 tokens.")
+    assert "one set of documents" not in losses_note(evaluation, HEADER, None)
     assert losses_note(evaluation, None, None) == "" == losses_note(None, None, None)
+
+
+# -- counts and groups -------------------------------------------------------------------------------------------
+
+
+def test_counts_and_groups() -> None:
+    """One is singular and more are plural, everywhere by one helper; a loop group has one name: its number from 1, and its layers."""
+    assert [plural(n, "loop") for n in (0, 1, 2, 1024)] == ["0 loops", "1 loop", "2 loops", "1,024 loops"]
+    assert plural(1, "piece of a document") == "1 piece of a document" and plural(2, "piece of a document") == "2 pieces of documents"
+    assert (all_loops(30), all_loops(1)) == ("all 30 loops", "its 1 loop")
+    assert [group_label(g, layers) for g, layers in enumerate(("4", (5, 6), [7]))] == [
+        "group 1 (layer 4)", "group 2 (layers 5-6)", "group 3 (layer 7)"
+    ]  # fmt: skip
+    assert group_label(1) == "group 2" and group_list(((4,), (5, 6))) == "1 (layer 4), 2 (layers 5-6)" and group_list(()) == "none"
+    found = a_calibration(rules=["acceleration:2.0", None], groups=["4", "5-6"])
+    found["report"]["calibrated"]["steps"] = [5.0, 30.0]
+    lines = describe(found).splitlines()
+    assert lines[1:3] == [
+        "  group 1 (layer 4): acceleration:2.0, 5.00 steps on average",
+        "  group 2 (layers 5-6): all loops, 30.00 steps on average",
+    ]
+
+
+# -- one recommendation ------------------------------------------------------------------------------------------
+
+
+def certified_sweep(*points: dict[str, Any], **header: Any) -> Sweep:
+    """A sweep with fixed:4, fixed:5 and the thresholds that `a_calibration` certified, 4, 5 and 6 ms +- 0.1."""
+    fixed = [a_point(f"fixed:{k}", (k - 0.1, float(k), k + 0.1), float(k), 0.002, setting=float(k)) for k in (4, 5)]
+    rule = a_point("calibrated acceleration:2.0", (5.9, 6.0, 6.1), 5.41, label="calibrated: acceleration:2.0")
+    return a_sweep(*fixed, *(points or (rule,)), **header)
+
+
+def test_a_certified_setting_is_the_recommendation() -> None:
+    """Where a calibration certified settings, the cheapest of them is the one recommendation; what the sweep alone would choose stands
+    beside it with its limit, its tokens and why it is less strict."""
+    head, words = recommend(certified_sweep(), a_calibration())
+    assert head.startswith("Use fixed:5: 5.00 [4.90, 5.10] ms a token, 5.0 steps (58 % less time than the default of 12 loops")
+    assert "dCE +0.0010 [0.0000, +0.0020] nats against all 30 loops on 800 tokens; certified: the loss lies no more than 0.005 nats" in head
+    assert head.endswith("a token above the loss at 30 loops (confidence 95 %).") and "not certified" not in words
+    assert (
+        words.startswith("For this model use fixed:5: ") and "It is certified on 900 tokens (11 documents) from the certify part" in words
+    )
+    assert (
+        "The sweep alone would choose fixed:4: 4.00 [3.90, 4.10] ms a token" in words
+        and "That is no second recommendation: its limit is 0.01" in words
+    )
+    assert (
+        "on 6,144 tokens on which it was also chosen among many settings; fixed:5 is held to 0.005 nats, on 900 tokens of other documents"
+        in words
+    )
+    assert (
+        words.count("For this model use") == 1
+        and "it costs more than fixed:5, so on this model the certified thresholds save nothing" in words
+    )
+    assert "In use: `--loops 5`. `--exit auto` takes the calibrated thresholds instead." in words
+    same = certified_sweep()
+    same.points[:] = [p for p in same.points if p["id"] != "fixed:4"]
+    assert "The sweep alone, with a limit of 0.01 nats on 6,144 tokens, would choose the same." in recommend(same, a_calibration())[1]
+
+
+def test_certified_thresholds_win_by_their_whole_interval() -> None:
+    """Certified thresholds are recommended only where they cost less than the certified fixed depth; a tie goes to the fixed depth, and
+    one with the default to the default."""
+    rule = a_point("calibrated acceleration:2.0", (4.7, 4.8, 4.89), 4.4, label="calibrated: acceleration:2.0")
+    head, words = recommend(certified_sweep(rule), a_calibration())
+    assert head.startswith("Use calibrated: acceleration:2.0: 4.80 [4.70, 4.89]") and "In use: `--exit auto`." in words
+    assert "The best fixed depth certified to the same limit is fixed:5: " in words
+    head, words = recommend(certified_sweep(rule | {"ms_high": 4.95}), a_calibration())
+    assert head.startswith("Use fixed:5") and "in time the two cannot be told apart" in words
+    slow = [a_point(f"fixed:{k}", (11.0, 11.5, 12.0), float(k), setting=float(k)) for k in (4, 5)]
+    dear = Sweep(HEADER, [FULL, DEFAULT, *slow, rule | {"ms_low": 11.0, "ms": 11.5, "ms_high": 12.0}], 3)
+    assert recommend(dear, a_calibration())[0].startswith("Use fixed:12: 12.0")
+    shallow = a_sweep(*slow, rule, mean_loops=4)  # the default is shallower than what was certified
+    assert recommend(shallow, a_calibration(mean_loops=4))[0].startswith("Use calibrated")
+
+
+def test_why_a_calibration_does_not_decide() -> None:
+    """Where nothing comparable was certified the sweep decides, and the paragraph says why; there is still one recommendation."""
+    cases = {
+        "the calibration was asked for a speed, not for a limit on the loss": a_calibration(goal={"mean_steps": 6.0}),
+        "which tested no fixed depth: calibrate again": an_old_calibration(None),
+        "the calibration is of at most 20 loops, the sweep of 30": a_calibration(loops=20),
+        "could certify no setting to its limit of 0.005 nats, which is stricter": a_calibration(rules=[None], fixed=a_setting(30.0, None)),
+        "fixed:3, which the calibration certified, was not swept": a_calibration(fixed=a_setting(3.0, "fixed:3")),
+        "the sweep was made before the calibration: sweep again": a_calibration(rules=["acceleration:9.9"]),
+    }
+    for why, found in cases.items():
+        head, words = recommend(certified_sweep(), found)
+        assert head.startswith("Use fixed:4: ") and head.endswith("chosen on these tokens, not certified.")
+        assert f"It is not certified: {why}" in words or f"{why}." in words, (why, words)
+        assert words.count("For this model use") == 1 and "The sweep alone would choose" not in words
+    assert "It is not certified: `twoscale calibrate` certifies a setting on text of its own." in recommend(certified_sweep())[1]
+    none = a_calibration(fixed=a_setting(30.0, None))  # thresholds were certified, a fixed depth was not
+    assert recommend(certified_sweep(), none)[0].startswith("Use calibrated: acceleration:2.0: 6.00")
+    only = a_calibration(rules=[None], bound=0.0)  # a fixed depth was certified, thresholds were not
+    head, words = recommend(certified_sweep(), only)
+    assert head.startswith("Use fixed:5") and "No thresholds of an exit rule could be certified to this limit." in words
+    assert "--exit auto" not in words
+
+
+def test_rough_intervals() -> None:
+    """Intervals over few documents or few rounds of timing are called rough, each by its number."""
+    assert (
+        "Intervals are rough: those of losses over 4 pieces of documents, those of times over 3 rounds."
+        in recommend(a_sweep(clusters=4))[1]
+    )
+    assert "Intervals are rough: those of times over 7 rounds." in recommend(a_sweep(rounds=7))[1]
+    assert "rough" not in recommend(a_sweep(rounds=8))[1] and "rough" not in recommend(a_sweep(rounds=2))[1], "times do not count there"
+
+
+def test_samples_say_why_their_rule() -> None:
+    """The texts are written with the recommended rule; where that is a fixed depth, with the best rule, and the page says why."""
+    fixed = choose(certified_sweep(), a_calibration())
+    assert sample_words("calibrated: acceleration:2.0", fixed, 30) == (
+        "exit rule: calibrated: acceleration:2.0, the best rule certified to the same limit, so that the colours show how steps differ "
+        "(with the recommended fixed:5 every token takes the same steps)"
+    )
+    assert sample_words("fixed:5", fixed, 30) == "exit rule: fixed:5, the recommended setting"
+    assert (
+        sample_words("kl:9", fixed, 30) == "exit rule: kl:9 (recommended is fixed:5)"
+        and sample_words("kl:9", None, 30) == "exit rule: kl:9"
+    )
+    swept = choose(certified_sweep(a_point("kl:1", (3.0, 3.1, 3.2), 3.0)))
+    assert sample_words("kl:1", swept, 30) == "exit rule: kl:1, the recommended setting"
 
 
 # -- calibration -------------------------------------------------------------------------------------------------
@@ -262,7 +400,10 @@ def test_calibration_compares_what_was_certified_alike() -> None:
     assert f"{lead}the calibrated thresholds take more (+0.060 [+0.050, +0.070] steps)." in told(d_single=apart(0.06, 0.01))
     assert "30.00 steps" not in told() and "all loops" not in told()
     lead = "A fixed depth for all tokens certified to the same limit of 0.005 nats (fixed:5) takes 5.00 steps, dCE +0.0010: "
-    assert f"{lead}the calibrated thresholds take more (+0.410 [+0.310, +0.510] steps); the fixed depth is the better choice." in told()
+    assert (
+        f"{lead}the calibrated thresholds take more (+0.410 [+0.310, +0.510] steps); by steps the fixed depth is the better choice."
+        in told()
+    )
     assert f"{lead}no difference in steps (+0.010 [-0.090, +0.110] steps); the fixed depth is the simpler choice." in told(
         d_fixed=apart(0.01, 0.1)
     )
@@ -300,12 +441,12 @@ def test_calibration_says_what_it_could_not_certify() -> None:
         and "all loops take more (+0.410" in none
         and "150 % more steps than the default of 12 loops" in none
     )
-    assert told(bound=float("inf")).startswith("No bound can be given: 900 tokens of 11 documents, the certify part")
+    assert told(bound=float("inf")).startswith("No bound can be given: 900 tokens (11 documents) from the certify part")
     assert told().startswith(
-        "Certified on 900 tokens of 11 documents, the certify part of the held-out text of builtin: the loss rises by no more "
+        "Certified on 900 tokens (11 documents) from the certify part of the held-out text of builtin: the loss lies no more than "
     )
-    assert "than 0.0031 nats a token over all 30 loops (confidence 95 %)." in told()
-    assert "On 800 tokens of 10 documents, the report part of the held-out text of builtin, which neither" in told()
+    assert "than 0.0031 nats a token above the loss at 30 loops (confidence 95 %)." in told() and "over all" not in told()
+    assert "On 800 tokens (10 documents) from the report part of the held-out text of builtin, which neither" in told()
 
 
 def test_speed_goals_compare_losses() -> None:
@@ -314,7 +455,7 @@ def test_speed_goals_compare_losses() -> None:
     lead = "A single threshold for all groups chosen for the same goal (acceleration:3.0) takes 5.47 steps, dCE +0.0010: "
     assert f"{lead}no difference in loss (+0.0000 [-0.0010, +0.0010] nats)." in told(**goal)
     assert "have a lower loss (-0.0020 [-0.0030, -0.0010] nats)." in told(**goal, d_single=apart(-0.002, 0.001, "ce"))
-    assert "have a higher loss (+0.0020 [+0.0010, +0.0030] nats); the fixed depth is the better" in told(
+    assert "have a higher loss (+0.0020 [+0.0010, +0.0030] nats); by loss the fixed depth is the better" in told(
         **goal, d_fixed=apart(0.002, 0.001, "ce")
     )
     assert "No fixed depth for all tokens could be chosen for the same goal." in told(**goal, fixed=a_setting(30.0, None))
@@ -348,7 +489,7 @@ def test_the_bundled_calibration() -> None:
     found = read_calibration(Path(__file__).parent.parent / "src" / "twoscale" / "bundled" / "calibration.json")
     assert found is not None
     words = " ".join(calibration_sentences(found, 12))
-    assert "On 6,144 tokens of 23 pieces of documents, the report part of the held-out text, which neither" in words
+    assert "On 6,144 tokens (23 pieces of documents) from the report part of the held-out text, which neither" in words
     assert (
         "(acceleration:3.253) takes 5.52 steps, dCE +0.0002: the calibrated thresholds take fewer (-1.500 [-1.512, -1.489] steps)." in words
     )
@@ -360,7 +501,8 @@ def test_the_bundled_calibration() -> None:
 def test_the_paragraph_holds_the_calibration() -> None:
     """The recommendation's paragraph ends with the calibration's sentences; an old sweep takes the default from the run."""
     words = recommend(a_sweep(), a_calibration())[1]
-    assert "Calibrated thresholds of acceleration (max-dce 0.005). Certified on 900 tokens" in words and "no difference in steps" in words
+    assert "Calibrated thresholds of acceleration (asked for: max-dce 0.005). Certified on 900 tokens" in words
+    assert "no difference in steps" in words
 
 
 def test_an_older_sweep(tmp_path: Path) -> None:
@@ -375,8 +517,14 @@ def test_an_older_sweep(tmp_path: Path) -> None:
 
 
 def test_how_far_settings_were_certified() -> None:
-    """All passed, all but the last, or stopped in between: each is said as it was."""
+    """All passed, all but the last, one, none, or stopped in between: each is said as it was."""
     lead = "settings keep the rise below 0.005 nats"
     assert certified_words(10, 10, 0.005) == f"the first 10 of 10 {lead}"
     assert certified_words(9, 10, 0.005) == f"the first 9 of 10 {lead}; the last one does not"
     assert certified_words(7, 10, 0.005) == f"the first 7 of 10 {lead}; the next one does not, and 2 were not tested"
+    assert certified_words(8, 10, 0.005) == f"the first 8 of 10 {lead}; the next one does not, and 1 was not tested"
+    assert (
+        certified_words(1, 3, 0.1) == "the first of 3 settings keeps the rise below 0.1 nats; the next one does not, and 1 was not tested"
+    )
+    assert certified_words(0, 3, 0.1) == "the first of 3 settings does not keep the rise below 0.1 nats, 2 were not tested"
+    assert certified_words(0, 1, 0.1) == "the first of 1 setting does not keep the rise below 0.1 nats"

@@ -16,6 +16,7 @@ from twoscale.cli.train import TrainArgs, parse_train, train
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
 from twoscale.config.serial import read_json
+from twoscale.config.words import plural
 
 LOOPS = (1, 2, 4, 8, 12, 20, 30)
 
@@ -119,6 +120,7 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     from twoscale.config.files import write_json
     from twoscale.data import TokenData
     from twoscale.interop.convert import SOURCE
+    from twoscale.report.words import evaluation_text
     from twoscale.tradeoff.bigram import bigram_cross_entropy
     from twoscale.tradeoff.evaluate import evaluate
     from twoscale.tradeoff.heldout import heldout_windows
@@ -135,15 +137,14 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
         return 0
     text = heldout_windows(opened.data, config.model.block_size, windows)
     by_loops: dict[str, float] = {}
+    about = {**asked, "source": opened.source, "clusters": text.n_clusters, "tokens": text.targets.numel()}
+    say(f"cross-entropy on {evaluation_text(about)}")
     for k in LOOPS if config.model.n_groups else (1,):
         by_loops[str(k)] = float(evaluate(opened.model, text, None, k if config.model.n_groups else ()).losses.mean())
-        say(f"  {k:>2} loops: {by_loops[str(k)]:.4f} nats a token")
+        say(f"  {plural(k, 'loop'):>8}: {by_loops[str(k)]:.4f} nats a token")
     trained_here = not (out / SOURCE).exists()
     result: dict[str, Any] = {
-        **asked,
-        "source": opened.source,
-        "clusters": text.n_clusters,
-        "tokens": text.targets.numel(),
+        **about,
         "bytes": int(opened.tokenizer.byte_lengths()[text.targets].sum()),
         "optimizer": config.train.optimizer,
         "cross_entropy_by_loops": by_loops,
@@ -211,9 +212,9 @@ def _report_stage(runs: list[Path]) -> int:
 
 
 def _print_table(run: Path) -> None:
-    from twoscale.report.verdict import recommend
+    from twoscale.report.advice import recommend
     from twoscale.report.words import evaluation_text
-    from twoscale.tradeoff.summary import EVALUATION, SWEEP, read_evaluation, read_sweep
+    from twoscale.tradeoff.summary import EVALUATION, SWEEP, read_calibration_of, read_evaluation, read_sweep
 
     result = read_evaluation(run / EVALUATION)
     assert result is not None
@@ -223,4 +224,4 @@ def _print_table(run: Path) -> None:
     for k, ce in rows:
         print(f"{k:>8}  {ce:.4f}")
     if (swept := read_sweep(run / SWEEP, load_config(run).model.mean_loops)) is not None:
-        print(recommend(swept)[0])
+        print(recommend(swept, read_calibration_of(run, swept))[0])

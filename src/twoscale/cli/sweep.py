@@ -5,9 +5,10 @@ torchrun --nproc-per-node 8 -m twoscale sweep runs/paper --rules step-norm kl ac
 """
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -15,10 +16,12 @@ from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import on_run
 from twoscale.config import UserError
 from twoscale.config.lock import lock
+from twoscale.config.words import all_loops
 from twoscale.report.words import default_depth, signed, sweep_text
 
 if TYPE_CHECKING:
     from twoscale.tradeoff.load_run import LoadedRun
+    from twoscale.tradeoff.points import Point, Table
     from twoscale.tradeoff.summary import Sweep
 
 
@@ -96,25 +99,30 @@ def sweep_run(args: SweepArgs) -> "Sweep | None":
         )  # fmt: skip
         found = sweeper.run(points, say)
         if world.main:
-            _samples(args.run, opened, found, calibrated)
+            _samples(args.run, opened, found, {p.id: p for stage in points for p in stage})
         return found if world.main else None
 
 
-def _samples(run: Path, opened: "LoadedRun", found: "Sweep", calibrated: Any) -> None:
-    """Three texts with the calibrated rule, or with the one that the sweep recommends."""
-    from twoscale import exits
+def _samples(run: Path, opened: "LoadedRun", found: "Sweep", points: Mapping[str, "Point"]) -> None:
+    """Three texts with the recommended rule; where a fixed depth is recommended, with the best rule, so that there are steps to show."""
     from twoscale.config.serial import read_json
-    from twoscale.report.verdict import best
+    from twoscale.report.advice import choose, name_of
+    from twoscale.tradeoff.points import Seen
     from twoscale.tradeoff.samples import write_samples
-    from twoscale.tradeoff.summary import SAMPLES
+    from twoscale.tradeoff.summary import SAMPLES, read_calibration_of
 
     loops = found.header["loops"]
-    point = best(found, ("acceleration", "step-norm", "kl"))
-    spelt = f"calibrated: {', '.join(exits.spell(calibrated[g]) for g in sorted(calibrated))}" if calibrated else ""
-    exit, words = (calibrated, spelt) if calibrated else (point["id"], point["id"]) if point else (None, "none, all loops")
+    choice = choose(found, read_calibration_of(run, found))
+    assert choice is not None
+    point = next(p for p in (choice.rule, choice.pick, found.point("full")) if p is not None and p["id"] in points)
+    exit, words = points[point["id"]].exit(Seen({}, _no_table)), name_of(point, loops)
     old = read_json(run / SAMPLES) if (run / SAMPLES).exists() else {}
     if not isinstance(old, dict) or any(old.get(key) != value for key, value in {**opened.about, "rule": words, "loops": loops}.items()):
         write_samples(run, opened, exit, words, loops)
+
+
+def _no_table() -> "Table":
+    raise AssertionError("oracles write no samples")
 
 
 def _default(sweep: "Sweep") -> str:
@@ -130,14 +138,14 @@ def table(sweep: "Sweep") -> str:
     """Every point on one line, curve by curve."""
     head = sweep.header
     lines = [
-        f"{head['checkpoint']}, {sweep_text(head)}; dCE against all {head['loops']} loops with a 95 % interval{_default(sweep)}",
-        f"{'point':<28}{'steps':>7}{'CE':>9}{'dCE':>9}  {'interval':<19}{'agree':>6}{'MFLOP':>8}{'ms':>8}",
+        f"{head['checkpoint']}, {sweep_text(head)}; dCE against {all_loops(head['loops'])} with a 95 % interval{_default(sweep)}",
+        f"{'point':<34}{'steps':>7}{'CE':>9}{'dCE':>9}  {'interval':<19}{'agree':>6}{'MFLOP':>8}{'ms':>8}",
     ]
     for p in sweep.points:
         ms = f"{p['ms']:.2f}" if p.get("ms") is not None else "-"
         between = f"{signed(p['dce_low'])} {signed(p['dce_high'])}"
         cost = f"{p['agree']:6.1%}{p['flops'] / 1e6:8.2f}{ms:>8}"
-        lines.append(f"{p['id'][:27]:<28}{p['mean_steps']:7.2f}{p['ce']:9.4f}{signed(p['dce']):>9}  {between:<19}{cost}")
+        lines.append(f"{(p['label'] or p['id'])[:33]:<34}{p['mean_steps']:7.2f}{p['ce']:9.4f}{signed(p['dce']):>9}  {between:<19}{cost}")
     for family in dict.fromkeys(p["family"] for p in sweep.points if "hard" in p):
         steps = [p["mean_steps"] for p in sweep.family(family)]
         if len(steps) > 1 and min(steps) >= head["loops"] - 1e-9:

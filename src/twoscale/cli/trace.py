@@ -15,6 +15,7 @@ from twoscale.cli.runs import on_run
 from twoscale.config import UserError
 from twoscale.config.lock import lock
 from twoscale.config.model import MAX_LOOPS
+from twoscale.config.words import group_label, plural
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def trace_run(args: TraceArgs) -> None:
     with lock(args.run, "trace"):
         for i, folder in enumerate(folders, start=1):
             record = measure_checkpoint(args.run, folder, data, args.loops, args.sequences, args.limit_loops)
-            shares = ", ".join(f"{g['name']} {g['verdict']}" for g in record["groups"])
-            say(f"{i}/{len(folders)} {folder.name}: {record['tokens']} tokens in {record['seconds']:.1f} s; groups {shares}")
+            shares = ", ".join(f"{group_label(n, g['name'])} {g['verdict']}" for n, g in enumerate(record["groups"]))
+            tokens = f"{plural(record['tokens'], 'token')} of held-out text of {record['source']}"
+            say(f"{i}/{len(folders)} {folder.name}: {tokens} in {record['seconds']:.1f} s; most tokens: {shares}")
         trace_sequence(args.run, folders[-1], data, args.loops)

@@ -14,14 +14,16 @@ from plotly.offline import get_plotlyjs
 
 from twoscale.config.files import atomic_write, make_folder
 from twoscale.config.serial import to_dict
+from twoscale.config.words import group_list, plural
 from twoscale.report import interactive, tradeoff_panels
+from twoscale.report.advice import choose, recommend
 from twoscale.report.claims import Claim, judge
-from twoscale.report.content import CAPTIONS, DRAW, STYLE
+from twoscale.report.content import CAPTIONS, DRAW, GLOSSARY, PAPER, STYLE, SWEPT_GLOSSARY
+from twoscale.report.exit_claims import judge_exits
 from twoscale.report.figures import draw_all
 from twoscale.report.load import RunFiles, load_run
 from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, samples_section, sweep_table, token_table
-from twoscale.report.tradeoff_figures import slowest_of
-from twoscale.report.verdict import judge_exits, recommend
+from twoscale.report.tradeoff_figures import PAPER as PAPER_RULES, rules_of, slowest_of
 from twoscale.report.words import losses_note, sweep_text
 
 PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
@@ -38,6 +40,7 @@ PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
     "hard_tokens": tradeoff_panels.hard_tokens,
 }
 
+TAUS = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]  # what `twoscale sweep` takes by default
 MARKS = {"confirmed": "✓", "refuted": "✗", "undecided": "?"}
 SWEPT = ("against_tau", "tradeoff", "steps_taken", "hard_tokens")  # figures of the sweep's text
 SHOWN_BY = {"step_norms": "a", "step_cosines": "bc", "drift_to_loop": "d", "against_tau": "efg"}  # figure -> the claims that it shows
@@ -67,7 +70,9 @@ def _page(runs: list[RunFiles], parts: list[str]) -> str:
     """Everything in one file: style, plotly's script, the runs one after the other."""
     names = ", ".join(_names(runs))
     title = html.escape(f"{names}: {'loops and exits' if any(run.sweep for run in runs) else 'loop geometry'}")
-    body = _overview(runs) + "".join(parts) if len(runs) > 1 else parts[0]
+    several = len(runs) > 1
+    head = _overview(runs) if several else ""
+    body = f"{head}{glossary(any(run.sweep for run in runs))}{''.join(parts)}" if several else parts[0]
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<meta name='color-scheme' content='light dark'><title>{title}</title><style>{STYLE}</style>"
@@ -93,8 +98,16 @@ def _overview(runs: list[RunFiles]) -> str:
     return (
         f"<h1>Loops and exits of {' and '.join(names)}</h1>"
         f"<div class='scroll'><table class='claims'>{head}{''.join(rows)}</table></div>"
-        f"<p class='soft'>{', '.join(f'{mark} {word}' for word, mark in MARKS.items())}; each claim and its rule below.</p>"
+        f"<p class='soft'>{', '.join(f'{mark} {word}' for word, mark in MARKS.items())}; each claim and its rule below. "
+        f"The paper: {html.escape(PAPER)}.</p>"
     )
+
+
+def glossary(swept: bool) -> str:
+    """The words of the page, folded."""
+    rows = "".join(f"<dt>{prose(word)}</dt><dd>{prose(meaning)}</dd>" for word, meaning in (*GLOSSARY, *(SWEPT_GLOSSARY if swept else ())))
+    first = "the paper, CE, dCE, tau, r, nats, fixed:4, ms a token …" if swept else "the paper, loop group, r, CE, nats, DLR …"
+    return f"<details id='glossary'><summary>Words on this page: {first}</summary><dl>{rows}</dl></details>"
 
 
 def _mark(claim: Claim) -> str:
@@ -105,7 +118,7 @@ def _part(run: RunFiles, names: list[str], figures: str, prefix: str) -> str:
     """All of one run."""
     claims = judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
     head, words = recommend(run.sweep, run.calibration) if run.sweep is not None else ("", "")
-    body = [_headline(run, claims, head, prefix)]
+    body = [_headline(run, claims, head, prefix), "" if prefix else glossary(run.sweep is not None)]
     for name in names:
         heading, caption = CAPTIONS[name]
         links = f'<a href="{figures}/{name}.png">PNG</a>, <a href="{figures}/{name}.pdf">PDF</a>'
@@ -114,7 +127,7 @@ def _part(run: RunFiles, names: list[str], figures: str, prefix: str) -> str:
             f"<span class='soft'>For print: {links}.</span></p>{_panels(prefix + name, PANELS[name](run))}</section>"
         )
     if run.samples is not None:
-        body.append(samples_section(run.samples))
+        body.append(samples_section(run.samples, choose(run.sweep, run.calibration) if run.sweep is not None else None))
     swept = run.sweep.header if run.sweep is not None else None
     note = losses_note(run.evaluation, swept, run.calibration)
     body += ["<h2>Numbers</h2>", f"<p>{html.escape(note)}</p>" if note else "", group_table(run), drift_table(run)]
@@ -139,16 +152,28 @@ def _verdicts(figure: str, claims: list[Claim]) -> str:
     return "".join(f"Claim ({c.letter}): {html.escape(c.text)} <span class='outcome {c.outcome}'>{c.outcome}</span>. " for c in told)
 
 
-def _headline(run: RunFiles, claims: list[Claim], recommendation: str, prefix: str) -> str:
+def _about(run: RunFiles) -> str:
+    """Shape, training and measured text of a run."""
     m, last = run.config.model, run.last
-    verdicts = ", ".join(f"group {g['name']} is {g['verdict']} ({g['verdict_shares'][g['verdict']]:.0%} of tokens)" for g in last["groups"])
+    return (
+        f"{m.n_layer} layers of width {m.n_embd}, loop groups {group_list(run.names)}; default depth {plural(m.mean_loops, 'loop')} (r); "
+        f"{run.training}. Geometry measured on {plural(int(last['tokens']), 'token')} spread over all held-out text of {run.text}, "
+        f"{plural(int(last['groups'][0]['loops']), 'loop step')}."
+    )
+
+
+def _headline(run: RunFiles, claims: list[Claim], recommendation: str, prefix: str) -> str:
+    last = run.last
+    verdicts = ", ".join(
+        f"{label} is {g['verdict']} ({100 * g['verdict_shares'][g['verdict']]:.0f} % of tokens)"
+        for label, g in zip(run.labels, last["groups"], strict=True)
+    )
+    paper = "" if prefix else f" The paper: {html.escape(PAPER)}."
     found = "; ".join(f"({c.letter}) <span class='{c.outcome}'>{c.outcome}</span>" for c in claims)
     advice = f"<p class='advice'>{html.escape(recommendation)}</p>" if recommendation else ""
     return (
         f"<h1 id='{prefix}top'>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
-        f"<p class='soft'>{m.n_layer} layers of width {m.n_embd}, loop groups {html.escape(', '.join(run.names))}, r = {m.mean_loops}, "
-        f"{html.escape(run.training)}; "
-        f"geometry measured on {int(last['tokens']):,} held-out tokens, {int(last['groups'][0]['loops'])} loop steps.</p>"
+        f"<p class='soft'>{html.escape(_about(run))}{paper}</p>"
         f"{advice}<p>At the last checkpoint {html.escape(verdicts)}. The paper's claims: {found}.</p>"
     )
 
@@ -176,25 +201,42 @@ def _panels(name: str, panels: list[interactive.Panel]) -> str:
     return f"<div class='panels'>{''.join(cards)}</div>"
 
 
+def commands(run: RunFiles) -> list[str]:
+    """The commands that measure what the page shows, with the settings that were used."""
+    folder, found = run.folder.as_posix(), [f"twoscale trace {run.folder.as_posix()}"]
+    if (c := run.calibration) is not None:
+        goal = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in c["goal"].items())
+        windows = f" --windows {c['windows']}" if "windows" in c else ""
+        found.append(f"twoscale calibrate {folder} {goal} --rule {c['rule']} --delta {c['delta']:g} --loops {c['loops']}{windows}")
+    if (s := run.sweep) is not None:
+        rules = [family for family in rules_of(s) if family not in ("learned", "calibrated")]
+        taus = sorted({p["setting"] for p in s.points if p["family"] in rules and p["setting"] is not None})
+        named = f" --rules {' '.join(rules)}" if set(rules) != set(PAPER_RULES) else ""
+        named += f" --taus {' '.join(f'{tau:g}' for tau in taus)}" if taus != TAUS else ""
+        learned = "" if s.family("learned") else " --no-controller"
+        windows = s.header.get("asked_windows", s.header.get("windows"))
+        found.append(f"twoscale sweep {folder}{named} --loops {s.header['loops']} --windows {windows} --rounds {s.rounds}{learned}")
+    return found
+
+
 def _setup(run: RunFiles) -> str:
     seconds = sum(r.get("geometry_s", 0.0) for r in run.metrics)
     tokens = run.config.train.batch_size * run.config.model.block_size
     training = sum(tokens / r["tokens_per_s"] for r in run.metrics if r.get("tokens_per_s"))
     cost = (
-        f"<p>Measuring geometry took {seconds:.1f} s beside {training:.0f} s of training ({seconds / training:.1%}).</p>"
+        f"<p>Measuring geometry took {seconds:.1f} s beside {training:.0f} s of training ({100 * seconds / training:.1f} %).</p>"
         if training
         else ""
     )
-    words = [f"twoscale trace {run.folder.as_posix()}"]
-    words += [f"twoscale calibrate {run.folder.as_posix()}"] * (run.calibration is not None)
-    words += [f"twoscale sweep {run.folder.as_posix()}"] * (run.sweep is not None)
+    words = commands(run)
     head = run.sweep.header if run.sweep is not None else {}
-    machine = f", torch {head['torch']}, {head['threads']} threads" if {"torch", "threads"} <= head.keys() else ""
+    machine = f", torch {head['torch']}, {plural(head['threads'], 'thread')}" if {"torch", "threads"} <= head.keys() else ""
     cpu = f" ({head['cpu']})" if head.get("cpu") else ""
     config = html.escape(json.dumps(to_dict(run.config), indent=1))
     name = html.escape(str(run.config.name))
     return (
-        f"{cost}<p>Made with {', '.join(f'<code>{html.escape(w)}</code>' for w in words)}; seed {run.config.train.seed}. "
+        f"{cost}<p>These commands give the same measurements: {', '.join(f'<code>{html.escape(w)}</code>' for w in words)}; training seed "
+        f"{run.config.train.seed}. "
         f"twoscale {version('twoscale')}, Python {platform.python_version()}{html.escape(machine)}, "
         f"{html.escape(platform.machine() + cpu)}.</p>"
         f"<details><summary>The full config of {name}</summary><pre>{config}</pre></details>"

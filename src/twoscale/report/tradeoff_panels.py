@@ -4,11 +4,13 @@ import math
 
 import plotly.graph_objects as go
 
+from twoscale.config.words import group_label
+from twoscale.report.advice import name_of
 from twoscale.report.interactive import Panel, layout
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look, visible
 from twoscale.report.tradeoff_figures import CURVES, PAPER, rules_of, short_name, shown_points, slowest_of
-from twoscale.report.verdict import rise
+from twoscale.report.words import rise
 from twoscale.tradeoff.summary import ORACLES
 
 Hover = "%{text}<br>%{x:.3g}, %{y:.4f}<extra></extra>"
@@ -53,7 +55,7 @@ def tradeoff(run: RunFiles) -> list[Panel]:
             figure.add_scatter(
                 x=[p[cost] * scale for p in points], y=[_squeezed(p["dce"]) for p in points], name=name,
                 mode="markers" if lone else "lines+markers",
-                text=[f"{p['id']}: {p['mean_steps']:.2f} steps, dCE {rise(p)}" for p in points],
+                text=[f"{name_of(p, sweep.header['loops'])}: {p['mean_steps']:.2f} steps, dCE {rise(p)}" for p in points],
                 line={"color": colour, "width": 1.8, "dash": "dash" if family in ORACLES else "solid"},
                 marker={"symbol": symbol, "size": 13 if family == "calibrated" else 7, "color": colour},
                 hovertemplate="%{text}<br>%{x:.3g}<extra></extra>", visible="legendonly" if family == "fixed-one" else True,
@@ -91,7 +93,7 @@ def steps_taken(run: RunFiles) -> list[Panel]:
             )  # fmt: skip
         layout(figure, "steps taken", "share of tokens")
         figure.update_yaxes(tickformat=".0%")
-        panels.append((f"group {run.names[g]}" if g < len(run.names) else f"group {g + 1}", figure))
+        panels.append((run.labels[g] if g < len(run.labels) else group_label(g), figure))
     return panels
 
 
@@ -105,7 +107,7 @@ def hard_tokens(run: RunFiles) -> list[Panel]:
             mode="lines+markers", line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 7},
             hovertemplate="loss %{x:.2f}: %{y:.2f} steps",
         )  # fmt: skip
-    layout(figure, "loss in the full run (nats), eighths", "mean steps")
+    layout(figure, "loss of the next token, full run (nats), eighths", "mean steps")
     p = slowest_of(run.sweep)
     tokens = p["hard"]["tokens"][::-1]
     bars = go.Figure()
@@ -117,4 +119,4 @@ def hard_tokens(run: RunFiles) -> list[Panel]:
     layout(bars, "mean steps", "")
     bars.update_layout(height=480, margin={"l": 90})
     bars.update_yaxes(tickfont={"size": 10}, type="category")
-    return [("mean steps against the token's loss", figure), (f"tokens that take longest and shortest, {p['id']}", bars)]
+    return [("mean steps against the loss of the next token", figure), (f"tokens that take longest and shortest, {short_name(p)}", bars)]

@@ -68,6 +68,12 @@ def read_calibration(path: Path) -> dict[str, Any] | None:
     return found
 
 
+def read_calibration_of(run: Path, sweep: Sweep | None) -> dict[str, Any] | None:
+    """The calibration of a run; None where there is none, or it is of another checkpoint than the sweep."""
+    found = read_calibration(run / CALIBRATION)
+    return found if found is None or sweep is None or found.get("weights") == sweep.header.get("weights") else None
+
+
 def read_evaluation(path: Path) -> dict[str, Any] | None:
     """An evaluation.json; None where there is none."""
     if not path.exists():
