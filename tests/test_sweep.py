@@ -16,8 +16,8 @@ from test_train import finish, start_process
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
 from twoscale.report.advice import recommend
+from twoscale.report.build import report
 from twoscale.report.exit_claims import judge_exits
-from twoscale.report.page import write_report
 from twoscale.report.words import signed, sweep_text
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train import start_run
@@ -315,7 +315,7 @@ def test_recommendation() -> None:
 
 def test_page(swept: Path) -> None:
     """The report shows the trade-off with its figures, every point, claims (a) to (g) and what to use."""
-    page = write_report(swept).read_text()
+    page = report(swept).path.read_text()
     for name in ("against_tau", "tradeoff", "steps_taken", "hard_tokens"):
         assert f"<section id='{name}'>" in page and (swept / "report" / "figures" / f"{name}.png").stat().st_size > 10_000
     for letter in "abcdefg":

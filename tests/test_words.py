@@ -244,7 +244,7 @@ def test_counts_and_groups() -> None:
 def certified_sweep(*points: dict[str, Any], **header: Any) -> Sweep:
     """A sweep with fixed:4, fixed:5 and the thresholds that `a_calibration` certified, 4, 5 and 6 ms +- 0.1."""
     fixed = [a_point(f"fixed:{k}", (k - 0.1, float(k), k + 0.1), float(k), 0.002, setting=float(k)) for k in (4, 5)]
-    rule = a_point("calibrated acceleration:2.0", (5.9, 6.0, 6.1), 5.41, label="calibrated: acceleration:2.0")
+    rule = a_point("calibrated acceleration:2.0", (5.9, 6.0, 6.1), 5.41, family="calibrated", label="calibrated: acceleration:2.0")
     return a_sweep(*fixed, *(points or (rule,)), **header)
 
 
@@ -279,7 +279,7 @@ def test_a_certified_setting_is_the_recommendation() -> None:
 def test_certified_thresholds_win_by_their_whole_interval() -> None:
     """Certified thresholds are recommended only where they cost less than the certified fixed depth; a tie goes to the fixed depth, and
     one with the default to the default."""
-    rule = a_point("calibrated acceleration:2.0", (4.7, 4.8, 4.89), 4.4, label="calibrated: acceleration:2.0")
+    rule = a_point("calibrated acceleration:2.0", (4.7, 4.8, 4.89), 4.4, family="calibrated", label="calibrated: acceleration:2.0")
     head, words = recommend(certified_sweep(rule), a_calibration())
     assert head.startswith("Use calibrated: acceleration:2.0: 4.80 [4.70, 4.89]") and "In use: `--exit auto`." in words
     assert "The best fixed depth certified to the same limit is fixed:5: " in words

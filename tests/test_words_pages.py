@@ -18,10 +18,10 @@ from twoscale.cli.parse import parse
 from twoscale.cli.sweep import SweepArgs, table as sweep_lines
 from twoscale.config import presets
 from twoscale.report.claims import Claim, judge
-from twoscale.report.content import CAPTIONS
 from twoscale.report.exit_claims import judge_exits
 from twoscale.report.load import RunFiles
 from twoscale.report.page import TAUS, commands, glossary
+from twoscale.report.registry import FIGURES
 from twoscale.report.tables import evaluation_table, samples_section, sweep_table
 from twoscale.tradeoff.points import TAUS as POINT_TAUS
 from twoscale.tradeoff.summary import Sweep
@@ -308,7 +308,7 @@ def test_generate_summary() -> None:
 
 def test_captions() -> None:
     """A caption that states a rule states it as the figure is drawn: fallbacks, cosines, both means of the ratio, ratios of times."""
-    words = {name: caption for name, (_, caption) in CAPTIONS.items()}
+    words = {entry.name: entry.caption for entry in FIGURES}
     assert "by its whole interval; where none does, at the one with the smallest rise" in words["steps_taken"]
     assert words["step_cosines"].startswith("The cosine of the angle between a step and the one before.")
     assert (

@@ -12,7 +12,6 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.cli.runs import as_run
-from twoscale.config import UserError
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,8 @@ class ReportArgs:
 
 def run(args: list[str]) -> int:
     given = parse(ReportArgs, args, "twoscale report")
-    if not given.runs:
-        raise UserError("name at least one run")
 
-    from twoscale.report.page import write_report
+    from twoscale.report.build import report
 
-    print(write_report(*(as_run(run) for run in given.runs), out=given.out, progress=say))
+    print(report([as_run(run) for run in given.runs], given.out, progress=say).path)
     return 0

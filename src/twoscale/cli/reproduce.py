@@ -195,7 +195,7 @@ def _sweep_stage(out: Path, effort: Effort) -> int:
 
 def _report_stage(runs: list[Path]) -> int:
     from twoscale.config.files import write_json
-    from twoscale.report.page import write_report
+    from twoscale.report.build import report
     from twoscale.tradeoff.summary import CALIBRATION, EVALUATION, SAMPLES, SWEEP
 
     names = ("geometry.jsonl", EVALUATION, "trace/sequence.json", SWEEP, CALIBRATION, SAMPLES)
@@ -206,7 +206,7 @@ def _report_stage(runs: list[Path]) -> int:
     if same and page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
         say("already written")
         return 0
-    write_report(*runs, out=page.parent, progress=lambda line: say(f"  {line}"))
+    report(runs, page.parent, progress=lambda line: say(f"  {line}"))
     write_json(noted, shown)
     return 0
 

@@ -1,71 +1,4 @@
-"""Words and looks of the page: headings, captions, glossary, style sheet."""
-
-# name of a figure -> (heading, caption)
-CAPTIONS: dict[str, tuple[str, str]] = {
-    "step_norms": (
-        "Step norms",
-        "How far the state moves at loop step k: mean over tokens with a one-sigma band, one line a checkpoint.",
-    ),
-    "step_cosines": (
-        "Step cosines",
-        "The cosine of the angle between a step and the one before. +1: straight on; 0: at a right angle; −1: straight back. In between "
-        "the steps are less collinear, not orthogonal. Steps below 1e-6 of the state are rounding and are not counted.",
-    ),
-    "accelerations": (
-        "Accelerations",
-        "The norm of the difference between a step and the one before, in three forms; the exit rule `acceleration:tau` compares the first "
-        "with tau. Where each step is c times the one before, the last form is the constant |1 − c| / (1 + |c|): it never falls, and for "
-        "negative c (an alternating approach) it is stuck at 1.",
-    ),
-    "drift_to_loop": (
-        "Drift-to-Loop Ratio",
-        "DLR: the distance from a group's last state to the next group, divided by the mean step inside the first. The paper's reading "
-        "(`initial`) ends at the next group's start state, which is noise here, so it is large whatever was learned; where groups touch, "
-        "the reading by the next group's input (`input`) is 0 by construction. `projected` ends at the start state after the input map, "
-        "`first` after one step. `settled` ends at the next group's last state: it is the reading that can be wrong, so this report leads "
-        "with it. The mean step is that over the traced steps from k = 1 on (`k ≥ 1`: without the step that leaves the noise), or over "
-        "all of them (`all k`, dashed; on this page a click on its name shows it). Trace longer and the mean shrinks, so compare ratios "
-        "only at equal loop counts. Training step 0 is the control: what an untrained model gives.",
-    ),
-    "limit": (
-        "Distance to the limit",
-        "Distance of the state at loop step k to the state many steps later; a straight line is a steady contraction.",
-    ),
-    "trajectories": (
-        "Trajectories",
-        "States of a few tokens in the first three principal components of one sequence, over depth and loop steps.",
-    ),
-    "verdict_map": (
-        "What each token does",
-        "Settling: the last step is below 1e-4 of the state, or steps shrink by 1 % a step or more. Drifting: they grow "
-        "by 1 %, or keep length and direction. Circling: they keep their length and turn.",
-    ),
-    "against_tau": (
-        "Time and quality against the threshold",
-        "The paper's three panels, for its three exit rules at each threshold tau. Time: one sequence, cached decoding, the settings "
-        "taking turns token by token on the same text; ms a token is a setting's time divided by the full run's in the same rounds, times "
-        "the full run's median, so the full run has no interval. Shaded, in the figures for print: 95 % intervals, those of CE of its "
-        "difference to the full run. A threshold is an absolute number, so where a curve bends depends on the size of a model's states.",
-    ),
-    "tradeoff": (
-        "The trade-off",
-        "Loss against cost, every rule beside fixed depths, random exits with the mean steps of a rule, and two oracles that see the "
-        "labels: the first with one depth for all groups, the second with any of some forty combinations of depths. Both as run, where "
-        "tokens also see their neighbours at other depths. Circled (Pareto front): no other setting, oracles aside, has both a lower cost "
-        "and a lower loss. FLOPs and times include a rule's own looks; a random exit's time includes drawing its depths.",
-    ),
-    "steps_taken": (
-        "Steps taken",
-        "How many steps the tokens take in each group, each rule at its cheapest threshold that keeps CE within 0.01 nats of the full "
-        "run's by its whole interval; where none does, at the one with the smallest rise.",
-    ),
-    "hard_tokens": (
-        "Which tokens take longest",
-        "Mean steps (over groups) of a token against the loss of the next token in the full run, in eighths of the tokens by loss; and the "
-        "tokens with the most and the fewest steps among those that occur at least five times, and once in a thousand. A flat line means "
-        "that steps have nothing to do with how hard the next token is to predict.",
-    ),
-}
+"""Words and looks of the page that belong to no figure: glossary, style sheet, the script that draws."""
 
 PAPER = "“Two-Scale Latent Dynamics for Recurrent-Depth Transformers” (Pappone, Crisostomi, Rodolà, 2025)"
 
@@ -136,17 +69,28 @@ SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
     ("Pareto front", "Settings that no other, oracles aside, beats in both cost (`flops` or `ms`) and CE."),
 )
 
+LIGHT = (
+    "--ink: #1d2733; --soft: #5b6775; --line: #dde3ea; --card: #ffffff; --page: #f5f7fa; --link: #005a8d; --good: #00664b; --bad: #a33d00;"
+)
+DARK = (
+    "--ink: #e4e9ee; --soft: #9aa7b4; --line: #33404d; --card: #182129; --page: #10171d; --link: #6cb8e6; --good: #4cc9a0; --bad: #ff9c66;"
+)
+
+
+def style_sheet(dark: bool | None) -> str:
+    """The page's CSS, light, dark, or (None) as the reader's system asks."""
+    if dark is None:
+        return f":root {{ color-scheme: light dark; {LIGHT} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}\n{STYLE}"
+    return f":root {{ color-scheme: {'dark' if dark else 'light'}; {DARK if dark else LIGHT} }}\n{STYLE}"
+
+
+def draw_script(dark: bool | None) -> str:
+    """The script that draws the plots in the page's colours, and again when the reader's system changes them."""
+    asked = "matchMedia('(prefers-color-scheme: dark)')"
+    return DRAW.replace(asked, asked if dark is None else f"{{matches: {str(dark).lower()}, addEventListener() {{}}}}")
+
+
 STYLE = """
-:root {
-  color-scheme: light dark; --ink: #1d2733; --soft: #5b6775; --line: #dde3ea; --card: #ffffff; --page: #f5f7fa; --link: #005a8d;
-  --good: #00664b; --bad: #a33d00;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e4e9ee; --soft: #9aa7b4; --line: #33404d; --card: #182129; --page: #10171d; --link: #6cb8e6;
-    --good: #4cc9a0; --bad: #ff9c66;
-  }
-}
 * { box-sizing: border-box; } body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 24px 16px 60px; } h1 { margin: 0 0 4px; font-size: 1.7rem; }
 h2 { margin: 40px 0 6px; font-size: 1.25rem; } h3 { margin: 8px 0 0; font-size: .95rem; color: var(--soft); font-weight: 600; }
@@ -167,7 +111,7 @@ a { color: var(--link); } code { font-size: .92em; }
 .sample .tok { border-radius: 3px; padding: 2px 0; } .sample .given { color: var(--soft); }
 .ramp { display: inline-block; width: 120px; height: 11px; border-radius: 3px; margin: 0 8px; vertical-align: -1px; }
 h1:not(:first-child) { margin-top: 72px; border-top: 2px solid var(--line); padding-top: 28px; }
-.plot { width: 100%; overflow: hidden; }
+.plot { width: 100%; overflow: hidden; } section img { max-width: 100%; background: #ffffff; }
 @media (max-width: 700px) {
   .claims, .claims tbody, .claims tr, .claims td { display: block; width: 100%; } .claims th { display: none; }
   .claims tr { border: 1px solid var(--line); margin-bottom: 10px; } .claims td { border: 0; }

@@ -1,9 +1,7 @@
 """The paper's figures in matplotlib, for print. A figure draws numbers from the run's files and computes nothing."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import matplotlib
 
@@ -15,7 +13,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from twoscale.config.words import group_number
-from twoscale.report import tradeoff_figures
 from twoscale.report.claims import boundary_label
 from twoscale.report.load import RunFiles
 from twoscale.report.style import GROUP_COLOURS, VARIANTS, VERDICT_COLOURS, chosen, ordered_colours, visible
@@ -32,34 +29,6 @@ MAP_TOKENS = 32
 def _label(token: str) -> str:
     """A token as matplotlib may print it: a dollar sign would begin a formula."""
     return visible(token).replace("$", r"\$")
-
-
-def draw_all(run: RunFiles, folder: Path, progress: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Every figure that the run's files allow, as NAME.png and NAME.pdf; returns the names. `progress` gets a line before each."""
-    wanted: dict[str, Callable[[RunFiles], Figure]] = {
-        "step_norms": step_norms,
-        "step_cosines": step_cosines,
-        "accelerations": accelerations,
-    }
-    if run.last["boundaries"]:
-        wanted["drift_to_loop"] = drift_to_loop
-    if any("limit" in g for g in run.last["groups"]):
-        wanted["limit"] = limit
-    if run.sequence is not None:
-        wanted |= {"trajectories": trajectories, "verdict_map": verdict_map}
-    if run.sweep is not None and run.sweep.point("full") is not None:
-        wanted |= {"against_tau": tradeoff_figures.against_tau, "tradeoff": tradeoff_figures.tradeoff}
-        if tradeoff_figures.shown_points(run.sweep):
-            wanted |= {"steps_taken": tradeoff_figures.steps_taken, "hard_tokens": tradeoff_figures.hard_tokens}
-    for i, (name, draw) in enumerate(wanted.items(), start=1):
-        progress(f"{run.folder}: figure {i}/{len(wanted)}, {name}")
-        with plt.rc_context(cast(Any, STYLE)):
-            figure = draw(run)
-            for suffix in ("png", "pdf"):
-                figure.savefig(folder / f"{name}.{suffix}", dpi=200)
-                figure.set_layout_engine("none")  # laid out once for both
-            plt.close(figure)
-    return list(wanted)
 
 
 def _panels(run: RunFiles, rows: int = 1, height: float = 2.9) -> tuple[Figure, list[list[Axes]]]:

@@ -1,4 +1,4 @@
-"""`twoscale report RUN`: one self-contained page, report/index.html, with figures/*.png and *.pdf beside it.
+"""The HTML of a report: one self-contained page, with figures/*.png and *.pdf beside it.
 
 The page opens from disk and asks the network for nothing: plotly's script is inside it, once.
 """
@@ -6,81 +6,46 @@ The page opens from disk and asks the network for nothing: plotly's script is in
 import html
 import json
 import platform
-from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from twoscale.config.files import atomic_write, make_folder
 from twoscale.config.serial import to_dict
 from twoscale.config.words import group_list, plural
-from twoscale.report import interactive, tradeoff_panels
 from twoscale.report.advice import choose, recommend
 from twoscale.report.claims import Claim, judge
-from twoscale.report.content import CAPTIONS, DRAW, GLOSSARY, PAPER, STYLE, SWEPT_GLOSSARY
+from twoscale.report.content import GLOSSARY, PAPER, SWEPT_GLOSSARY, draw_script, style_sheet
 from twoscale.report.exit_claims import judge_exits
-from twoscale.report.figures import draw_all
-from twoscale.report.load import RunFiles, load_run
+from twoscale.report.interactive import Panel
+from twoscale.report.load import RunFiles
+from twoscale.report.registry import FigureEntry, figures_of
 from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, samples_section, sweep_table, token_table
 from twoscale.report.tradeoff_figures import PAPER as PAPER_RULES, rules_of, slowest_of
 from twoscale.report.words import losses_note, sweep_text
 
-PANELS: dict[str, Callable[[RunFiles], list[interactive.Panel]]] = {
-    "step_norms": interactive.step_norms,
-    "step_cosines": interactive.step_cosines,
-    "accelerations": interactive.accelerations,
-    "drift_to_loop": interactive.drift_to_loop,
-    "limit": interactive.limit,
-    "trajectories": interactive.trajectories,
-    "verdict_map": interactive.verdict_map,
-    "against_tau": tradeoff_panels.against_tau,
-    "tradeoff": tradeoff_panels.tradeoff,
-    "steps_taken": tradeoff_panels.steps_taken,
-    "hard_tokens": tradeoff_panels.hard_tokens,
-}
-
 TAUS = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]  # what `twoscale sweep` takes by default
 MARKS = {"confirmed": "✓", "refuted": "✗", "undecided": "?"}
-SWEPT = ("against_tau", "tradeoff", "steps_taken", "hard_tokens")  # figures of the sweep's text
-SHOWN_BY = {"step_norms": "a", "step_cosines": "bc", "drift_to_loop": "d", "against_tau": "efg"}  # figure -> the claims that it shows
 
 
-def write_report(*folders: Path, out: Path | None = None, progress: Callable[[str], None] = lambda line: None) -> Path:
-    """Write index.html and its figures for one run (in RUN/report) or several (in report beside them); returns the page.
-
-    `progress` is called with a line before each figure and before the page.
-    """
-    runs = [load_run(folder) for folder in folders]
-    default = folders[0] / "report" if len(folders) == 1 else folders[0].parent / "report"
-    out = make_folder(out or default)
-    parts = []
-    for i, run in enumerate(runs):
-        mark = f"r{i}-" if len(runs) > 1 else ""
-        place = Path("figures") / f"run-{i + 1}" if len(runs) > 1 else Path("figures")
-        names = draw_all(run, make_folder(out / place), progress)
-        parts.append(_part(run, names, place.as_posix(), mark))
-    progress(f"writing {out / 'index.html'}")
-    with atomic_write(out / "index.html") as f:
-        f.write(_page(runs, parts).encode())
-    return out / "index.html"
+def claims_of(run: RunFiles) -> list[Claim]:
+    """The paper's claims, judged on what was measured of a run."""
+    return judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
 
 
-def _page(runs: list[RunFiles], parts: list[str]) -> str:
-    """Everything in one file: style, plotly's script, the runs one after the other."""
-    names = ", ".join(_names(runs))
+def page_html(runs: list[RunFiles], parts: list[str], dark: bool | None = None) -> str:
+    """Everything in one file: style, plotly's script, the runs one after the other; `dark` None follows the reader's system."""
+    names = ", ".join(names_of(runs))
     title = html.escape(f"{names}: {'loops and exits' if any(run.sweep for run in runs) else 'loop geometry'}")
-    several = len(runs) > 1
-    head = _overview(runs) if several else ""
-    body = f"{head}{glossary(any(run.sweep for run in runs))}{''.join(parts)}" if several else parts[0]
+    head = _overview(runs) + glossary(any(run.sweep for run in runs)) if len(runs) > 1 else ""
+    scheme = "light dark" if dark is None else "dark" if dark else "light"
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<meta name='color-scheme' content='light dark'><title>{title}</title><style>{STYLE}</style>"
-        f"<script>{get_plotlyjs()}</script></head><body><main>{body}</main><script>{DRAW}</script></body></html>"
+        f"<meta name='color-scheme' content='{scheme}'><title>{title}</title><style>{style_sheet(dark)}</style>"
+        f"<script>{get_plotlyjs()}</script></head><body><main>{head}{''.join(parts)}</main><script>{draw_script(dark)}</script></body></html>"
     )
 
 
-def _names(runs: list[RunFiles]) -> list[str]:
+def names_of(runs: list[RunFiles]) -> list[str]:
     """What each run is called; where two have one name, their folders tell them apart."""
     names = [str(run.config.name) for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({run.folder.name})" for name, run in zip(names, runs, strict=True)]
@@ -88,10 +53,9 @@ def _names(runs: list[RunFiles]) -> list[str]:
 
 def _overview(runs: list[RunFiles]) -> str:
     """Several runs at a glance."""
-    rows, names = [], [html.escape(name) for name in _names(runs)]
+    rows, names = [], [html.escape(name) for name in names_of(runs)]
     for i, run in enumerate(runs):
-        claims = judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
-        found = " ".join(_mark(c) for c in claims)
+        found = " ".join(_mark(c) for c in claims_of(run))
         advice = recommend(run.sweep, run.calibration)[0] if run.sweep is not None else "not swept"
         rows.append(f"<tr><td><a href='#r{i}-top'>{names[i]}</a></td><td>{html.escape(advice)}</td><td>{found}</td></tr>")
     head = "<tr><th>model</th><th>what to use, and what it saves</th><th>the paper's claims</th></tr>"
@@ -114,18 +78,12 @@ def _mark(claim: Claim) -> str:
     return f"<span class='{claim.outcome}' title='{html.escape(claim.text)}'>{claim.letter}&nbsp;{MARKS[claim.outcome]}</span>"
 
 
-def _part(run: RunFiles, names: list[str], figures: str, prefix: str) -> str:
-    """All of one run."""
-    claims = judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
+def run_html(run: RunFiles, figures: str, prefix: str = "") -> str:
+    """All of one run; `figures` is the folder of its files, `prefix` marks its anchors where there are several runs."""
+    claims, entries = claims_of(run), figures_of(run)
     head, words = recommend(run.sweep, run.calibration) if run.sweep is not None else ("", "")
     body = [_headline(run, claims, head, prefix), "" if prefix else glossary(run.sweep is not None)]
-    for name in names:
-        heading, caption = CAPTIONS[name]
-        links = f'<a href="{figures}/{name}.png">PNG</a>, <a href="{figures}/{name}.pdf">PDF</a>'
-        body.append(
-            f"<section id='{prefix}{name}'><h2>{heading}</h2><p>{prose(caption)} {_text_of(name, run)}{_verdicts(name, claims)}"
-            f"<span class='soft'>For print: {links}.</span></p>{_panels(prefix + name, PANELS[name](run))}</section>"
-        )
+    body += [_section(entry, run, claims, figures, prefix) for entry in entries]
     if run.samples is not None:
         body.append(samples_section(run.samples, choose(run.sweep, run.calibration) if run.sweep is not None else None))
     swept = run.sweep.header if run.sweep is not None else None
@@ -134,22 +92,28 @@ def _part(run: RunFiles, names: list[str], figures: str, prefix: str) -> str:
     if run.evaluation is not None:
         body.append(evaluation_table(run.evaluation))
     if run.sweep is not None:
-        body += [sweep_table(run.sweep), token_table(slowest_of(run.sweep)) if "hard_tokens" in names else ""]
+        body += [sweep_table(run.sweep), token_table(slowest_of(run.sweep)) if any(e.name == "hard_tokens" for e in entries) else ""]
     body += ["<h2>The paper's claims on this run</h2>", _claims(claims)]
     if words:
         body.append(f"<h2>What to use</h2><p id='{prefix}recommendation'>{prose(words)}</p>")
     return "".join(body) + "<h2>Set-up</h2>" + _setup(run)
 
 
-def _text_of(figure: str, run: RunFiles) -> str:
-    """Which text a figure of the sweep shows."""
-    return html.escape(f"Measured on {sweep_text(run.sweep.header)}. ") if run.sweep is not None and figure in SWEPT else ""
-
-
-def _verdicts(figure: str, claims: list[Claim]) -> str:
-    """What the paper claims on this figure, and what this run says to it."""
-    told = [c for c in claims if c.letter in SHOWN_BY.get(figure, "")]
-    return "".join(f"Claim ({c.letter}): {html.escape(c.text)} <span class='outcome {c.outcome}'>{c.outcome}</span>. " for c in told)
+def _section(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: str, prefix: str) -> str:
+    """One figure: heading, caption, verdicts of its claims, links to the files, and the figure itself."""
+    name = f"{prefix}{entry.name}"
+    text = html.escape(f"Measured on {sweep_text(run.sweep.header)}. ") if run.sweep is not None and entry.swept else ""
+    verdicts = "".join(
+        f"Claim ({c.letter}): {html.escape(c.text)} <span class='outcome {c.outcome}'>{c.outcome}</span>. "
+        for c in claims
+        if c.letter in entry.claims
+    )
+    links = f'<a href="{figures}/{entry.name}.png">PNG</a>, <a href="{figures}/{entry.name}.pdf">PDF</a>'
+    drawn = f"<img src='{figures}/{entry.name}.png' alt='{html.escape(entry.heading)}'>"
+    return (
+        f"<section id='{name}'><h2>{html.escape(entry.heading)}</h2><p>{prose(entry.caption)} {text}{verdicts}"
+        f"<span class='soft'>For print: {links}.</span></p>{drawn if entry.page is None else _panels(name, entry.page(run))}</section>"
+    )
 
 
 def _about(run: RunFiles) -> str:
@@ -188,7 +152,7 @@ def _claims(claims: list[Claim]) -> str:
     return f"<div class='scroll'><table class='claims'>{head}{rows}</table></div>"
 
 
-def _panels(name: str, panels: list[interactive.Panel]) -> str:
+def _panels(name: str, panels: list[Panel]) -> str:
     """Places for the plots, and their data. They are drawn once the page is laid out, when every place has its width."""
     cards = []
     for i, (title, figure) in enumerate(panels):
@@ -214,8 +178,8 @@ def commands(run: RunFiles) -> list[str]:
         named = f" --rules {' '.join(rules)}" if set(rules) != set(PAPER_RULES) else ""
         named += f" --taus {' '.join(f'{tau:g}' for tau in taus)}" if taus != TAUS else ""
         learned = "" if s.family("learned") else " --no-controller"
-        windows = s.header.get("asked_windows", s.header.get("windows"))
-        found.append(f"twoscale sweep {folder}{named} --loops {s.header['loops']} --windows {windows} --rounds {s.rounds}{learned}")
+        asked = s.header.get("asked_windows", s.header.get("windows"))
+        found.append(f"twoscale sweep {folder}{named} --loops {s.header['loops']} --windows {asked} --rounds {s.rounds}{learned}")
     return found
 
 
