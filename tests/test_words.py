@@ -59,7 +59,7 @@ def test_ties_go_to_the_fixed_depth() -> None:
     assert "The best rule of the same quality is step-norm:1.0: 3.90 [3.70, 4.10] ms" in words and "cannot be told apart" in words
     quicker = a_point("step-norm:1.0", (3.5, 3.6, 3.79), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, quicker))
-    assert head.startswith("Use step-norm:1.0: 3.60 [3.50, 3.79] ms a token") and "step-norm:1.0 costs less, by its whole interval" in words
+    assert head.startswith("Use step-norm:1.0: 3.60 [3.50, 3.79] ms a token") and "; it costs more, by whole intervals." in words
     assert "The best fixed depth of the same quality is fixed:4" in words and "told apart" not in words
     slower = a_point("step-norm:1.0", (4.3, 4.5, 4.7), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, slower))
@@ -83,7 +83,7 @@ def test_ties_with_the_default() -> None:
     assert (
         head.startswith("Use fixed:10")
         and "(no measurable difference in time from the default" in head
-        and "the two cannot be told apart" in words
+        and "in time fixed:10 and the rule cannot be told apart" in words
     )
 
 
@@ -109,7 +109,7 @@ def test_flops_decide_without_times() -> None:
         head, words = recommend(sweep)
         assert head.startswith("Use step-norm:1.0" if wins else "Use fixed:4"), (steps, changes)
         assert "Not every point was timed, so counted FLOPs decide; they count as fewer from 5 % on." in words and "MFLOP a token" in head
-        assert ("in FLOPs the two cannot be told apart" in words) != wins
+        assert ("in FLOPs fixed:4 and the rule cannot be told apart" in words) != wins
     timed = a_sweep(a_point("fixed:4", (3.9, 4.0, 4.1), 4.0), rounds=1)
     assert (
         cost_of(timed) == "flops" and cost_of(a_sweep()) == "ms" and "Times need 3 rounds and this sweep has 1, so" in recommend(timed)[1]
@@ -268,7 +268,7 @@ def test_a_certified_setting_is_the_recommendation() -> None:
     )
     assert (
         words.count("For this model use") == 1
-        and "it costs more than fixed:5, so on this model the certified thresholds save nothing" in words
+        and "they cost more than fixed:5, so on this model these thresholds save nothing over a" in words
     )
     assert "In use: `--loops 5`. `--exit auto` takes the calibrated thresholds instead." in words
     same = certified_sweep()
@@ -281,15 +281,15 @@ def test_certified_thresholds_win_by_their_whole_interval() -> None:
     one with the default to the default."""
     rule = a_point("calibrated acceleration:2.0", (4.7, 4.8, 4.89), 4.4, family="calibrated", label="calibrated: acceleration:2.0")
     head, words = recommend(certified_sweep(rule), a_calibration())
-    assert head.startswith("Use calibrated: acceleration:2.0: 4.80 [4.70, 4.89]") and "In use: `--exit auto`." in words
+    assert head.startswith("Use the calibrated thresholds (acceleration:2.0): 4.80 [4.70, 4.89]") and "In use: `--exit auto`." in words
     assert "The best fixed depth certified to the same limit is fixed:5: " in words
     head, words = recommend(certified_sweep(rule | {"ms_high": 4.95}), a_calibration())
-    assert head.startswith("Use fixed:5") and "in time the two cannot be told apart" in words
+    assert head.startswith("Use fixed:5") and "in time fixed:5 and the thresholds cannot be told apart" in words
     slow = [a_point(f"fixed:{k}", (11.0, 11.5, 12.0), float(k), setting=float(k)) for k in (4, 5)]
     dear = Sweep(HEADER, [FULL, DEFAULT, *slow, rule | {"ms_low": 11.0, "ms": 11.5, "ms_high": 12.0}], 3)
     assert recommend(dear, a_calibration())[0].startswith("Use fixed:12: 12.0")
     shallow = a_sweep(*slow, rule, mean_loops=4)  # the default is shallower than what was certified
-    assert recommend(shallow, a_calibration(mean_loops=4))[0].startswith("Use calibrated")
+    assert recommend(shallow, a_calibration(mean_loops=4))[0].startswith("Use the calibrated thresholds")
 
 
 def test_why_a_calibration_does_not_decide() -> None:
@@ -309,7 +309,7 @@ def test_why_a_calibration_does_not_decide() -> None:
         assert words.count("For this model use") == 1 and "The sweep alone would choose" not in words
     assert "It is not certified: `twoscale calibrate` certifies a setting on text of its own." in recommend(certified_sweep())[1]
     none = a_calibration(fixed=a_setting(30.0, None))  # thresholds were certified, a fixed depth was not
-    assert recommend(certified_sweep(), none)[0].startswith("Use calibrated: acceleration:2.0: 6.00")
+    assert recommend(certified_sweep(), none)[0].startswith("Use the calibrated thresholds (acceleration:2.0): 6.00")
     only = a_calibration(rules=[None], bound=0.0)  # a fixed depth was certified, thresholds were not
     head, words = recommend(certified_sweep(), only)
     assert head.startswith("Use fixed:5") and "No thresholds of an exit rule could be certified to this limit." in words
@@ -329,9 +329,9 @@ def test_rough_intervals() -> None:
 def test_samples_say_why_their_rule() -> None:
     """The texts are written with the recommended rule; where that is a fixed depth, with the best rule, and the page says why."""
     fixed = choose(certified_sweep(), a_calibration())
-    assert sample_words("calibrated: acceleration:2.0", fixed, 30) == (
-        "exit rule: calibrated: acceleration:2.0, the best rule certified to the same limit, so that the colours show how steps differ "
-        "(with the recommended fixed:5 every token takes the same steps)"
+    assert sample_words("the calibrated thresholds (acceleration:2.0)", fixed, 30) == (
+        "exit rule: the calibrated thresholds (acceleration:2.0), which are certified to the same limit, so that the colours show "
+        "how steps differ (with the recommended fixed:5 every token takes the same steps)"
     )
     assert sample_words("fixed:5", fixed, 30) == "exit rule: fixed:5, the recommended setting"
     assert (
@@ -501,7 +501,7 @@ def test_the_bundled_calibration() -> None:
 def test_the_paragraph_holds_the_calibration() -> None:
     """The recommendation's paragraph ends with the calibration's sentences; an old sweep takes the default from the run."""
     words = recommend(a_sweep(), a_calibration())[1]
-    assert "Calibrated thresholds of acceleration (asked for: max-dce 0.005). Certified on 900 tokens" in words
+    assert "The calibrated thresholds of acceleration (asked for: max-dce 0.005), not the recommendation: Certified on 900 tokens" in words
     assert "no difference in steps" in words
 
 

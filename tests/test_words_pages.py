@@ -20,7 +20,7 @@ from twoscale.config import presets
 from twoscale.report.claims import Claim, judge
 from twoscale.report.exit_claims import judge_exits
 from twoscale.report.load import RunFiles
-from twoscale.report.page import TAUS, commands, glossary
+from twoscale.report.page import TAUS, about_run, commands, glossary
 from twoscale.report.registry import FIGURES
 from twoscale.report.tables import evaluation_table, samples_section, sweep_table
 from twoscale.tradeoff.points import TAUS as POINT_TAUS
@@ -105,10 +105,12 @@ def test_controls(letter: str, passes: dict[str, Any]) -> None:
     untrained = {"a": {"decay": (0.9, 0.2)}, "b": {"cosines": (0.5, 0.0)}, "d": {"drift": (0.4,)}}[letter]
     same = claim(letter, a_record(step=0, **passes), a_record())
     assert same.outcome == "confirmed" and same.measured.endswith(
-        "the untrained model passes the same rule, so passing it is no effect of training"
+        ". Control: before training the rule says confirmed, so passing the rule is no effect of training"
     )
     other = claim(letter, a_record(step=0, **untrained), a_record())
-    assert other.outcome == "confirmed" and other.measured.endswith("Control: the untrained model does not pass the same rule (refuted)")
+    assert other.outcome == "confirmed" and other.measured.endswith(". Control: before training the rule says refuted")
+    worse = claim(letter, a_record(step=0), a_record(**untrained))
+    assert worse.outcome == "refuted" and worse.measured.endswith(". Control: before training the rule says confirmed")
     assert "Control" not in claim(letter, a_record(step=10), a_record()).measured, "not measured before training"
 
 
@@ -128,7 +130,7 @@ def test_controls(letter: str, passes: dict[str, Any]) -> None:
 def test_claim_c(after: dict[str, Any], outcome: str) -> None:
     """Both strengthen: both fall in every group; refuted when either rises in every group; equal values and missing ones decide nothing."""
     found = claim("c", a_record(step=10), after)
-    lead = "training step 10 to 100: group 1 (layer 4): share 20 % to "
+    lead = "training step 10, then 100: group 1 (layer 4): share 20 %, then "
     assert found.outcome == outcome and found.measured.startswith(lead), found
     assert claim("c", a_record(step=0), after).measured.startswith("only one measurement")
 
@@ -136,7 +138,7 @@ def test_claim_c(after: dict[str, Any], outcome: str) -> None:
 def test_claim_c_names_different_texts() -> None:
     """Measurements on different held-out text are not compared in silence; files of older versions name none."""
     early = a_record(step=10, source="text of its own")
-    assert "steady from k = 5 to k = 3" in claim("c", early, a_record(steady=3)).measured
+    assert "; k 5, then 3. group 2 (layers 5-6): " in claim("c", early, a_record(steady=3)).measured
     assert claim("c", early, a_record(source="builtin")).measured.endswith(
         ". The two were measured on different held-out text (text of its own; builtin)"
     )
@@ -260,9 +262,10 @@ def test_tables_name_their_text() -> None:
         "source": "a.txt",
     }
     page = evaluation_table(found)
-    assert "Cross-entropy in nats a token on 8,192 tokens (64 windows) spread over all held-out text of a.txt" in page
-    assert "<th>1 loop</th><th>12 loops</th>" in page and "bigram" not in page
-    assert "bigram" in evaluation_table(found | {"bigram_cross_entropy": 2.5})
+    assert "Cross-entropy on 8,192 tokens (64 windows) spread over all held-out text of a.txt" in page and "bits per byte" not in page
+    assert "<th>1 loop</th><th>12 loops</th>" in page and "<td>nats a token</td><td class='n'>2.0000</td>" in page and "bigram" not in page
+    page = evaluation_table(found | {"bigram_cross_entropy": 2.5, "bytes": 16384})
+    assert "bigram" in page and "<td>bits per byte</td><td class='n'>1.4427</td>" in page, "two nats a token of two bytes"
 
 
 def test_sweep_lines() -> None:
@@ -356,7 +359,11 @@ def test_training_names_its_text() -> None:
     known = a_run(converted=True, trained_on="web pages").training
     assert known == "trained with Muon for 4,300 steps (1,000 tokens) on web pages, not on the text that it is measured on here"
     assert a_run(recipe=False, converted=True).training == "made elsewhere (its training is not known here)"
-    assert a_run().text.startswith("builtin (the language reference") and a_run().labels == ["group 1 (layer 4)", "group 2 (layers 5-6)"]
+    assert a_run(converted=True).text.startswith("builtin (the language reference") and a_run().text == "builtin"
+    assert a_run().labels == ["group 1 (layer 4)", "group 2 (layers 5-6)"] and a_run().tokens == "a token is a byte"
+    page = about_run(a_run())
+    assert "loop groups 1 (layer 4), 2 (layers 5-6); default depth 6 loops (r); a token is a byte; trained with Muon" in page
+    assert "held-out text of builtin, 30 loop steps (those of training step 0 to 0: on text of its own)." in page
 
 
 def test_commands_on_the_page() -> None:

@@ -4,6 +4,7 @@ twoscale reproduce --preset tiny
 twoscale reproduce --preset tiny --with-bundled --effort short      # what `make reproduce` does
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -220,8 +221,9 @@ def _print_table(run: Path) -> None:
     assert result is not None
     print(f"{run.name}: cross-entropy on {evaluation_text(result)}; {result['checkpoint']}, trained with {result['optimizer']}")
     rows = [*result["cross_entropy_by_loops"].items(), *[("bigram", ce) for ce in [result["bigram_cross_entropy"]] if ce is not None]]
-    print(f"{'loops':>8}  nats a token")
+    bits = result["tokens"] / result["bytes"] / math.log(2) if result.get("bytes") else None  # per byte, of a nat a token
+    print(f"{'loops':>8}  nats a token{'  bits per byte' if bits else ''}")
     for k, ce in rows:
-        print(f"{k:>8}  {ce:.4f}")
+        print(f"{k:>8}  {ce:<12.4f}{f'  {bits * ce:.4f}' if bits else ''}".rstrip())
     if (swept := read_sweep(run / SWEEP, load_config(run).model.mean_loops)) is not None:
         print(recommend(swept, read_calibration_of(run, swept))[0])

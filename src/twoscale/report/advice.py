@@ -63,6 +63,8 @@ def name_of(point: Point, loops: int) -> str:
         return all_loops(loops)
     if point["family"] == "fixed-one":
         return f"{point['label']} and all {loops} in the others"
+    if point["family"] == "calibrated":
+        return f"the calibrated thresholds ({point['label'].removeprefix('calibrated: ')})"
     return str(point.get("label") or point["id"])
 
 
@@ -184,7 +186,7 @@ def _calibrated_id(calibration: Mapping[str, Any]) -> str:
 
 
 def recommend(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """A headline and a paragraph: what to use for this model, what it saves and what it costs."""
+    """A headline and the paragraphs behind it: what to use for this model, what it saves and what it costs."""
     choice = choose(sweep, calibration)
     if choice is None:
         return "The sweep is not finished.", "The full run has not been measured yet."
@@ -200,13 +202,15 @@ def recommend(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> tup
     base, against = baseline(sweep)
     if base["dce_high"] > FLAT:
         words.append(f"On the sweep's text {against} may cost more than {FLAT} nats: dCE {rise(base)}.")
-    words += [_oracles(sweep), f"Measured on {sweep_text(sweep.header)}.", _rough(sweep)]
+    words += [f"Measured on {sweep_text(sweep.header)}.", _rough(sweep)]
+    paragraphs = [" ".join(filter(None, words)), _oracles(sweep)]
     if calibration is not None:
         goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in calibration["goal"].items())
-        words.append(f"Calibrated thresholds of {calibration['rule']} (asked for: {goal}).")
-        words += calibration_sentences(calibration, sweep.header.get("mean_loops"))
-    words.append(_use(choice.pick, sweep.header["loops"], calibration))
-    return head, " ".join(filter(None, words))
+        mine = "the recommendation" if choice.pick["family"] == "calibrated" else "not the recommendation"
+        about = f"The calibrated thresholds of {calibration['rule']} (asked for: {goal}), {mine}:"
+        paragraphs.append(" ".join([about, *calibration_sentences(calibration, sweep.header.get("mean_loops"))]))
+    paragraphs.append(_use(choice.pick, sweep.header["loops"], calibration))
+    return head, "\n\n".join(filter(None, paragraphs))
 
 
 def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice) -> tuple[str, list[str]]:
@@ -266,15 +270,18 @@ def _rivals(sweep: Sweep, choice: Choice, told: Mapping[int, str]) -> str:
         if choice.certified:
             return "No thresholds of an exit rule could be certified to this limit."
         return f"No rule that was tried keeps CE within {FLAT} nats by its whole interval."
-    same = "certified to the same limit" if choice.certified else "of the same quality"
+    what, other = "time" if cost == "ms" else "FLOPs", name_of(fixed, loops)
+    if choice.certified:
+        lead, they, none = f"Certified to the same limit: {told[id(rule)]};", "they cost", "these thresholds save nothing"
+    else:
+        lead, they, none = f"The best rule of the same quality is {told[id(rule)]};", "it costs", "no rule that was tried saves anything"
     if choice.pick is rule:
-        return f"The best fixed depth {same} is {told[id(fixed)]}. {name_of(rule, loops)} costs less, by its whole interval."
-    lead = f"The best rule {same} is {told[id(rule)]};"
+        same = "certified to the same limit" if choice.certified else "of the same quality"
+        return f"The best fixed depth {same} is {told[id(fixed)]}; it costs more, by whole intervals."
     if below(fixed, rule, cost):
-        which = "the certified thresholds save nothing" if choice.certified else "no rule that was tried saves anything"
-        return f"{lead} it costs more than {name_of(fixed, loops)}, so on this model {which} over a fixed depth."
-    what = "time" if cost == "ms" else "FLOPs"
-    return f"{lead} in {what} the two cannot be told apart, and a tie goes to the fixed depth, which is simpler."
+        return f"{lead} {they} more than {other}, so on this model {none} over a fixed depth."
+    which = "thresholds" if choice.certified else "rule"
+    return f"{lead} in {what} {other} and the {which} cannot be told apart, and a tie goes to the fixed depth, which is simpler."
 
 
 def _beside(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> str:
@@ -287,7 +294,7 @@ def _beside(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> str
     return (
         f"The sweep alone would choose {_told(sweep, alone, alone, sweep.header['tokens'])}. That is no second recommendation: its "
         f"limit is {FLAT} nats, on {tokens} on which it was also chosen among many settings; {mine} is held to {limit:g} nats, on "
-        f"{certify} of other documents, by a test whose {confidence(calibration)} allows for the number of settings that were tried."
+        f"{certify} of other documents, by a test ({confidence(calibration)}) that allows for the number of settings that were tried."
     )
 
 
@@ -307,8 +314,10 @@ def _use(point: Point, loops: int, calibration: Mapping[str, Any] | None) -> str
     family = point["family"]
     if family == "calibrated":
         return "In use: `--exit auto`."
-    flags = {"full": f"--loops {loops}", "fixed": f"--loops {point['setting']:g}"} if family in ("full", "fixed") else {}
-    asked = flags.get(family) or (f"--exit {point['id']} --loops {loops}" if family not in ("fixed-one", "learned") else "")
+    if family in ("full", "fixed"):
+        asked = f"--loops {loops if family == 'full' else int(point['setting'])}"
+    else:
+        asked = f"--exit {point['id']} --loops {loops}" if family not in ("fixed-one", "learned") else ""
     auto = "`--exit auto` takes the calibrated thresholds instead." if calibration is not None and any(calibration["rules"]) else ""
     return " ".join(filter(None, (f"In use: `{asked}`." if asked else "", auto)))
 
@@ -343,9 +352,9 @@ def sample_words(rule: str, choice: Choice | None, loops: int) -> str:
     if rule == pick:
         return f"exit rule: {rule}, the recommended setting"
     if choice.rule is not None and rule == name_of(choice.rule, loops) and choice.pick["family"] in FIXED:
-        same = "certified to the same limit" if choice.certified else "of the same quality"
+        best_rule = "which are certified to the same limit" if choice.certified else "the best rule of the same quality"
         return (
-            f"exit rule: {rule}, the best rule {same}, so that the colours show how steps differ (with the recommended {pick} every token "
+            f"exit rule: {rule}, {best_rule}, so that the colours show how steps differ (with the recommended {pick} every token "
             "takes the same steps)"
         )
     return f"exit rule: {rule} (recommended is {pick})"

@@ -122,16 +122,15 @@ def _control(records: Sequence[Record], outcome: Callable[[Record], Outcome]) ->
     """What the rule says of the same model before training, where it was measured."""
     if not records[0]["step"] == 0 < records[-1]["step"]:
         return ""
-    found = outcome(records[0])
-    if found == "confirmed":
-        return ". Control: the untrained model passes the same rule, so passing it is no effect of training"
-    return f". Control: the untrained model does not pass the same rule ({found})"
+    before, after = outcome(records[0]), outcome(records[-1])
+    learned = ", so passing the rule is no effect of training" if before == after == "confirmed" else ""
+    return f". Control: before training the rule says {before}{learned}"
 
 
 def _training(records: Sequence[Record]) -> Claim:
     trained = [r for r in records if r["step"] > 0]
     rule = (
-        "From the first measurement after training began to the last: the share of claim (a), and the loop step from which on the cosine "
+        "From the first measurement after training began to the last: the share of claim (a), and the loop step k from which on the cosine "
         f"stays within {STEADY:.2f} of the steady value of claim (b). Confirmed when both fall in every group, refuted when either rises "
         "in every group."
     )
@@ -149,15 +148,15 @@ def _training(records: Sequence[Record]) -> Claim:
         cos_a, cos_b = cosine_level(a), cosine_level(b)
         if cos_a is not None and cos_b is not None:
             levels.append(cos_b.reached - cos_a.reached)
-        shown = f"steady from k = {cos_a.reached} to k = {cos_b.reached}" if cos_a and cos_b else "steadiness not measurable"
-        parts.append(f"{group_label(i, b['name'])}: share {_percent(before)} to {_percent(after)}, {shown}")
+        shown = f"k {cos_a.reached}, then {cos_b.reached}" if cos_a and cos_b else "k not measurable"
+        parts.append(f"{group_label(i, b['name'])}: share {_percent(before)}, then {_percent(after)}; {shown}")
     n = len(last["groups"])
     outcome: Outcome = "undecided"
     if len(decays) == len(levels) == n and max(*decays, *levels) < 0:
         outcome = "confirmed"
     elif any(len(changes) == n and min(changes) > 0 for changes in (decays, levels)):
         outcome = "refuted"
-    measured = f"training step {first['step']} to {last['step']}: " + "; ".join(parts)
+    measured = f"training step {first['step']}, then {last['step']}: " + ". ".join(parts)
     return Claim("c", text, rule, measured + _different_texts(first, last), outcome)
 
 

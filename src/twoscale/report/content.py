@@ -18,6 +18,10 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
         "CE, nats, PPL",
         "Cross-entropy: the mean loss of a token, in nats (natural logarithm; 1 nat is 1.44 bits). PPL, perplexity, is exp(CE).",
     ),
+    (
+        "bundled; nano, tiny, small, paper",
+        "The small model that comes with the package; presets of the command line, after which runs are called.",
+    ),
     ("DLR", "Drift-to-Loop Ratio; its readings are explained at the figure."),
     (
         "contraction rate, spectral radius",

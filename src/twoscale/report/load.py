@@ -67,13 +67,22 @@ class RunFiles:
 
     @property
     def text(self) -> str:
-        """What the held-out text is of."""
-        return self._source(self.last)
+        """What the held-out text is of; with a word on the one in the package where `training` has none."""
+        return self._source(self.last, explained=self.converted)
 
-    def _source(self, record: dict[str, Any]) -> str:
-        """The text that a record was measured on, with a word on the one in the package."""
+    def _source(self, record: dict[str, Any], explained: bool = True) -> str:
+        """The text that a record was measured on."""
         name = str(record.get("source") or Path(self.config.data.source).name)
-        return f"builtin ({BUILTIN})" if name == "builtin" else name
+        return f"builtin ({BUILTIN})" if name == "builtin" and explained else name
+
+    @property
+    def tokens(self) -> str:
+        """What a token is."""
+        return (
+            "a token is a byte"
+            if self.config.data.tokenizer == "bytes"
+            else f"vocabulary of {plural(self.config.model.vocab_size, 'token')}"
+        )
 
     @property
     def training(self) -> str:

@@ -63,8 +63,16 @@ def _overview(runs: list[RunFiles]) -> str:
         f"<h1>Loops and exits of {' and '.join(names)}</h1>"
         f"<div class='scroll'><table class='claims'>{head}{''.join(rows)}</table></div>"
         f"<p class='soft'>{', '.join(f'{mark} {word}' for word, mark in MARKS.items())}; each claim and its rule below. "
-        f"The paper: {html.escape(PAPER)}.</p>"
+        f"{_tokenizers(runs)}The paper: {html.escape(PAPER)}.</p>"
     )
+
+
+def _tokenizers(runs: list[RunFiles]) -> str:
+    """A warning where the models' tokens are not the same."""
+    files = [run.folder / "tokenizer.json" for run in runs]
+    if len({file.read_bytes() if file.exists() else b"" for file in files}) == 1:
+        return ""
+    return "The models have different tokenizers: losses and times a token are not to be compared between them; bits per byte are. "
 
 
 def glossary(swept: bool) -> str:
@@ -95,7 +103,8 @@ def run_html(run: RunFiles, figures: str, prefix: str = "") -> str:
         body += [sweep_table(run.sweep), token_table(slowest_of(run.sweep)) if any(e.name == "hard_tokens" for e in entries) else ""]
     body += ["<h2>The paper's claims on this run</h2>", _claims(claims)]
     if words:
-        body.append(f"<h2>What to use</h2><p id='{prefix}recommendation'>{prose(words)}</p>")
+        told = "".join(f"<p>{prose(paragraph)}</p>" for paragraph in words.split("\n\n"))
+        body.append(f"<h2>What to use</h2><div id='{prefix}recommendation'>{told}</div>")
     return "".join(body) + "<h2>Set-up</h2>" + _setup(run)
 
 
@@ -116,14 +125,22 @@ def _section(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: st
     )
 
 
-def _about(run: RunFiles) -> str:
+def about_run(run: RunFiles) -> str:
     """Shape, training and measured text of a run."""
     m, last = run.config.model, run.last
     return (
         f"{m.n_layer} layers of width {m.n_embd}, loop groups {group_list(run.names)}; default depth {plural(m.mean_loops, 'loop')} (r); "
-        f"{run.training}. Geometry measured on {plural(int(last['tokens']), 'token')} spread over all held-out text of {run.text}, "
-        f"{plural(int(last['groups'][0]['loops']), 'loop step')}."
+        f"{run.tokens}; {run.training}. Geometry measured on {plural(int(last['tokens']), 'token')} spread over all held-out text of "
+        f"{run.text}, {plural(int(last['groups'][0]['loops']), 'loop step')}{_earlier(run)}."
     )
+
+
+def _earlier(run: RunFiles) -> str:
+    """A remark where the measurements over training are of another text than the last one."""
+    others = [r for r in run.geometry if r.get("source") not in (None, run.last.get("source"))]
+    if not others:
+        return ""
+    return f" (those of training step {others[0]['step']} to {others[-1]['step']}: on {others[0]['source']})"
 
 
 def _headline(run: RunFiles, claims: list[Claim], recommendation: str, prefix: str) -> str:
@@ -137,7 +154,7 @@ def _headline(run: RunFiles, claims: list[Claim], recommendation: str, prefix: s
     advice = f"<p class='advice'>{html.escape(recommendation)}</p>" if recommendation else ""
     return (
         f"<h1 id='{prefix}top'>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
-        f"<p class='soft'>{html.escape(_about(run))}{paper}</p>"
+        f"<p class='soft'>{html.escape(about_run(run))}{paper}</p>"
         f"{advice}<p>At the last checkpoint {html.escape(verdicts)}. The paper's claims: {found}.</p>"
     )
 
@@ -199,7 +216,7 @@ def _setup(run: RunFiles) -> str:
     config = html.escape(json.dumps(to_dict(run.config), indent=1))
     name = html.escape(str(run.config.name))
     return (
-        f"{cost}<p>These commands give the same measurements: {', '.join(f'<code>{html.escape(w)}</code>' for w in words)}; training seed "
+        f"{cost}<p>Measured as by {', '.join(f'<code>{html.escape(w)}</code>' for w in words)}; training seed "
         f"{run.config.train.seed}. "
         f"twoscale {version('twoscale')}, Python {platform.python_version()}{html.escape(machine)}, "
         f"{html.escape(platform.machine() + cpu)}.</p>"

@@ -1,6 +1,7 @@
 """Tables of the page."""
 
 import html
+import math
 import re
 from typing import Any
 
@@ -25,7 +26,7 @@ def group_table(run: RunFiles) -> str:
         numbers += [limit["contraction_rate"]["mean"], limit["spectral_radius"]["max"]] if limit else [None, None]
         cells = "".join(f"<td class='n'>{_number(v)}</td>" for v in numbers)
         rows.append(f"<tr><td>{html.escape(label)}</td><td>{html.escape(str(g['verdict']))}</td>{cells}</tr>")
-    where = f"{plural(int(run.last['tokens']), 'token')} of held-out text of {run.text}"
+    where = plural(int(run.last["tokens"]), "token")
     return table(f"Loop steps at the last checkpoint (training step {run.last['step']}), mean over {where}", head, rows)
 
 
@@ -61,12 +62,18 @@ def _control(run: RunFiles) -> str:
 
 
 def evaluation_table(evaluation: dict[str, Any]) -> str:
-    loops = evaluation["cross_entropy_by_loops"]
-    cells = "".join(f"<td class='n'>{v:.4f}</td>" for v in loops.values())
-    head, bigram = [plural(int(k), "loop") for k in loops], evaluation["bigram_cross_entropy"]
-    if bigram is not None:
-        head, cells = [*head, "bigram"], f"{cells}<td class='n'>{bigram:.4f}</td>"
-    return table(f"Cross-entropy in nats a token on {evaluation_text(evaluation)}", head, [f"<tr>{cells}</tr>"])
+    """Loss at several depths, in nats a token and, where the bytes were counted, in bits per byte."""
+    losses = {plural(int(k), "loop"): ce for k, ce in evaluation["cross_entropy_by_loops"].items()}
+    if evaluation["bigram_cross_entropy"] is not None:
+        losses["bigram"] = evaluation["bigram_cross_entropy"]
+    units = {"nats a token": 1.0}
+    if evaluation.get("bytes"):
+        units["bits per byte"] = evaluation["tokens"] / evaluation["bytes"] / math.log(2)
+    rows = []
+    for unit, scale in units.items():
+        cells = "".join(f"<td class='n'>{scale * ce:.4f}</td>" for ce in losses.values())
+        rows.append(f"<tr><td>{unit}</td>{cells}</tr>")
+    return table(f"Cross-entropy on {evaluation_text(evaluation)}", ["", *losses], rows)
 
 
 def table(caption: str, head: list[str], rows: list[str]) -> str:

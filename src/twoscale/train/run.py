@@ -99,12 +99,13 @@ def note_data(run: Path, data: Path) -> None:
 
 
 def describe(trainer: Trainer, world: World) -> str:
-    """One line on what is about to run."""
+    """Two lines on what is about to run, and on which text its validation loss is measured."""
     c, m = trainer.config.train, trainer.config.model
     parameters = sum(p.numel() for p in trainer.model.parameters())
     at = f"going on from step {trainer.progress.step}" if trainer.progress.step else "starting"
     return (
         f"{trainer.config.name}: {parameters / 1e6:.2f}M parameters, {m.n_layer} layers, loop groups {group_list(m.groups)}, "
         f"default depth {plural(m.mean_loops, 'loop')}, optimizer {c.optimizer}, {world.size} x {world.device.type}"
-        f"{', compiled' if trainer.compiled else ''}; {at}, {plural(c.steps, 'step')}; losses in nats a token; val: {trainer.val_text}"
+        f"{', compiled' if trainer.compiled else ''}; {at}, {plural(c.steps, 'step')}\n"
+        f"losses in nats a token; val: {trainer.val_text}"
     )
