@@ -288,6 +288,7 @@ def test_certified_thresholds_win_by_their_whole_interval() -> None:
     slow = [a_point(f"fixed:{k}", (11.0, 11.5, 12.0), float(k), setting=float(k)) for k in (4, 5)]
     dear = Sweep(HEADER, [FULL, DEFAULT, *slow, rule | {"ms_low": 11.0, "ms": 11.5, "ms_high": 12.0}], 3)
     assert recommend(dear, a_calibration())[0].startswith("Use fixed:12: 12.0")
+    assert recommend(dear, a_calibration(depths=[6, 5]))[0].startswith("Use fixed:5: 11.5"), "the default was not certified"
     shallow = a_sweep(*slow, rule, mean_loops=4)  # the default is shallower than what was certified
     assert recommend(shallow, a_calibration(mean_loops=4))[0].startswith("Use the calibrated thresholds")
 
@@ -374,7 +375,8 @@ def a_calibration(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     found = {
         "checkpoint": "step-9", "rule": "acceleration", "rules": ["acceleration:2.0"], "loops": 30, "mean_loops": 12,
-        "goal": {"max_dce": 0.005}, "delta": 0.05, "bound": 0.0031, "tokens": {"fit": 300, "certify": 900, "report": 800},
+        "depths": [24, 16, 12, 8, 6, 5], "goal": {"max_dce": 0.005}, "delta": 0.05, "bound": 0.0031,
+        "tokens": {"fit": 300, "certify": 900, "report": 800},
         "clusters": {"fit": 4, "certify": 11, "report": 10}, "by": "documents", "source": "builtin", "report": report,
     }  # fmt: skip
     for key, value in changes.items():

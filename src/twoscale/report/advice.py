@@ -142,7 +142,8 @@ def _certified(sweep: Sweep, calibration: Mapping[str, Any] | None) -> Choice | 
     rule = sweep.point(_calibrated_id(calibration)) if any(calibration["rules"]) else None
     assert fixed is not None
     base = baseline(sweep)[0]
-    return _chosen(fixed, rule, base, cost_of(sweep), base["mean_steps"] >= fixed["mean_steps"], certified=True)
+    kept = {"full", *(f"fixed:{k}" for k in calibration.get("depths", ()))}  # older versions did not note which depths passed
+    return _chosen(fixed, rule, base, cost_of(sweep), base["id"] in kept, certified=True)
 
 
 def _chosen(fixed: Point, rule: Point | None, base: Point, cost: str, base_keeps: bool, certified: bool) -> Choice:
@@ -192,18 +193,10 @@ def recommend(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> tup
         return "The sweep is not finished.", "The full run has not been measured yet."
     if choice.certified:
         assert calibration is not None
-        head, words = _certified_words(sweep, calibration, choice)
+        head, paragraphs = _certified_words(sweep, calibration, choice)
     else:
-        head, words = _swept_words(sweep, calibration, choice)
-    if cost_of(sweep) == "flops":
-        few = sweep.rounds < ROUNDS
-        why = f"Times need {plural(ROUNDS, 'round')} and this sweep has {sweep.rounds}" if few else "Not every point was timed"
-        words.append(f"{why}, so counted FLOPs decide; they count as fewer from {100 * MARGIN:.0f} % on.")
-    base, against = baseline(sweep)
-    if base["dce_high"] > FLAT:
-        words.append(f"On the sweep's text {against} may cost more than {FLAT} nats: dCE {rise(base)}.")
-    words += [f"Measured on {sweep_text(sweep.header)}.", _rough(sweep)]
-    paragraphs = [" ".join(filter(None, words)), _oracles(sweep)]
+        head, paragraphs = _swept_words(sweep, calibration, choice)
+    paragraphs += [_measured(sweep), _oracles(sweep)]
     if calibration is not None:
         goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in calibration["goal"].items())
         mine = "the recommendation" if choice.pick["family"] == "calibrated" else "not the recommendation"
@@ -211,6 +204,19 @@ def recommend(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> tup
         paragraphs.append(" ".join([about, *calibration_sentences(calibration, sweep.header.get("mean_loops"))]))
     paragraphs.append(_use(choice.pick, sweep.header["loops"], calibration))
     return head, "\n\n".join(filter(None, paragraphs))
+
+
+def _measured(sweep: Sweep) -> str:
+    """What costs and qualities were measured on, and how well."""
+    words = [f"Measured on {sweep_text(sweep.header)}.", _rough(sweep)]
+    if cost_of(sweep) == "flops":
+        few = sweep.rounds < ROUNDS
+        why = f"Times need {plural(ROUNDS, 'round')} and this sweep has {sweep.rounds}" if few else "Not every point was timed"
+        words.append(f"{why}, so counted FLOPs decide; they count as fewer from {100 * MARGIN:.0f} % on.")
+    base, against = baseline(sweep)
+    if base["dce_high"] > FLAT:
+        words.append(f"On the sweep's text {against} may cost more than {FLAT} nats: dCE {rise(base)}.")
+    return " ".join(filter(None, words))
 
 
 def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice) -> tuple[str, list[str]]:
@@ -226,7 +232,7 @@ def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Ch
         words.append("It is not certified: `twoscale calibrate` certifies a setting on text of its own.")
     else:
         words.append(f"It is not certified: {_why_not(sweep, calibration)}.")
-    return f"Use {told[id(choice.pick)]}; chosen on these tokens, not certified.", words
+    return f"Use {told[id(choice.pick)]}; chosen on these tokens, not certified.", [words[0], " ".join(words[1:])]
 
 
 def _certified_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> tuple[str, list[str]]:

@@ -103,6 +103,7 @@ p { max-width: 78ch; } .soft { color: var(--soft); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 8px 10px; min-width: 0; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; background: var(--card); }
 th, td { border: 1px solid var(--line); padding: 5px 9px; text-align: left; vertical-align: top; }
+table:not(.claims) td:first-child { white-space: nowrap; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 .confirmed { color: var(--good); } .refuted { color: var(--bad); } .undecided { color: var(--soft); }
 .outcome { font-weight: 700; white-space: nowrap; } .advice { font-size: 1.08rem; font-weight: 600; }

@@ -49,7 +49,8 @@ def _line(ax: Axes, k: list[int], values: dict[str, Any], colour: str, log: bool
 
 def _checkpoint_legend(figure: Figure, records: list[dict[str, Any]], colours: list[str]) -> None:
     lines = [Line2D([], [], color=c, linewidth=2) for c in colours]
-    figure.legend(lines, [f"step {r['step']}" for r in records], loc="outside lower center", ncols=min(6, len(records)), frameon=False)
+    names, columns = [str(r["step"]) for r in records], min(6, len(records))
+    figure.legend(lines, names, title="training step", loc="outside lower center", ncols=columns, frameon=False)
 
 
 def step_norms(run: RunFiles) -> Figure:

@@ -85,7 +85,10 @@ def trajectories(run: RunFiles) -> list[Panel]:
             )  # fmt: skip
     share = sequence["pca"]["explained"]
     figure.update_layout(
-        scene={axis: {"title": f"PC {i + 1} ({share[i]:.0%})"} for i, axis in enumerate(("xaxis", "yaxis", "zaxis"))},
+        scene={
+            "camera": {"eye": {"x": 1.5, "y": 1.5, "z": 0.9}},
+            **{a: {"title": f"PC {i + 1} ({share[i]:.0%})", "showbackground": False} for i, a in enumerate(("xaxis", "yaxis", "zaxis"))},
+        },
         margin={"l": 0, "r": 0, "t": 6, "b": 0}, height=460, legend={"orientation": "h"}, template="plotly_white",
     )  # fmt: skip
     return [("all groups; markers go from dark (step 0) to light", figure)]
@@ -119,7 +122,7 @@ def _over_training(run: RunFiles, statistic: str, label: str, first_k: int, log:
         figure = go.Figure()
         for record, colour in zip(records, ordered_colours(len(records)), strict=True):
             if statistic in record["groups"][g]:
-                _band(figure, record["groups"][g][statistic], first_k, colour, f"step {record['step']}")
+                _band(figure, record["groups"][g][statistic], first_k, colour, f"training step {record['step']}")
         panels.append((label_of, layout(figure, "loop step k", label, log)))
     return panels
 

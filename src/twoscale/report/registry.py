@@ -96,7 +96,7 @@ FIGURES: tuple[FigureEntry, ...] = (
     FigureEntry(
         "limit",
         "Distance to the limit",
-        "Distance of the state at loop step k to the state many steps later; a straight line is a steady contraction.",
+        "Distance of the state at loop step k to the state many steps later. A straight line is a steady contraction, a flat end rounding.",
         print=figures.limit,
         page=interactive.limit,
         available=_has_limit,
@@ -135,9 +135,10 @@ FIGURES: tuple[FigureEntry, ...] = (
         "tradeoff",
         "The trade-off",
         "Loss against cost, every rule beside fixed depths, random exits with the mean steps of a rule, and two oracles that see the "
-        "labels: the first with one depth for all groups, the second with any of some forty combinations of depths. Both as run, where "
-        "tokens also see their neighbours at other depths. Circled (Pareto front): no other setting, oracles aside, has both a lower cost "
-        "and a lower loss. FLOPs and times include a rule's own looks; a random exit's time includes drawing its depths.",
+        "labels: the first (stays within eps) with one depth for all groups, the second (loss + price x steps) with any of some forty "
+        "combinations of depths. Both as run, where tokens also see their neighbours at other depths. Circled (Pareto front): no other "
+        "setting, oracles aside, has both a lower cost and a lower loss. FLOPs and times include a rule's own looks; a random exit's "
+        "time includes drawing its depths.",
         print=tradeoff_figures.tradeoff,
         page=tradeoff_panels.tradeoff,
         available=_is_swept,

@@ -58,7 +58,7 @@ def tradeoff(run: RunFiles) -> list[Panel]:
                 text=[f"{name_of(p, sweep.header['loops'])}: {p['mean_steps']:.2f} steps, dCE {rise(p)}" for p in points],
                 line={"color": colour, "width": 1.8, "dash": "dash" if family in ORACLES else "solid"},
                 marker={"symbol": symbol, "size": 13 if family == "calibrated" else 7, "color": colour},
-                hovertemplate="%{text}<br>%{x:.3g}<extra></extra>", visible="legendonly" if family == "fixed-one" else True,
+                hovertemplate="%{text}<br>%{x:.3g}<extra></extra>",
             )  # fmt: skip
         front = sweep.front(cost)
         figure.add_scatter(
@@ -68,11 +68,19 @@ def tradeoff(run: RunFiles) -> list[Panel]:
         )  # fmt: skip
         layout(figure, label, "CE above the full run (nats)")
         figure.update_layout(height=480)
-        figure.update_xaxes(type="log", dtick="D2")
-        ticks = [-0.1, -0.01, 0.0, 0.001, 0.01, 0.1, 1.0]
-        figure.update_yaxes(tickvals=[_squeezed(t) for t in ticks], ticktext=[f"{t:+g}" if t else "0" for t in ticks])
+        costs = [p[cost] * scale for p in sweep.points if p.get(cost) is not None]
+        ticks = log_ticks(min(costs), max(costs))
+        figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+        rises = [-0.1, -0.01, 0.0, 0.001, 0.01, 0.1, 1.0]
+        figure.update_yaxes(tickvals=[_squeezed(r) for r in rises], ticktext=[f"{r:+g}" if r else "0" for r in rises])
         panels.append((f"CE against {'FLOPs' if cost == 'flops' else 'time'}", figure))
     return panels
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten from below `low` to above `high`; plotly's own ticks leave the power out."""
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    return [m * 10.0**d for d in decades for m in (1, 2, 5) if low / 2.5 <= m * 10.0**d <= high * 2.5]
 
 
 def _squeezed(rise: float) -> float:
