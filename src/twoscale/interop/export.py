@@ -21,14 +21,15 @@ from twoscale.config import DataConfig, TrainConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.run_folder import CARD, TOKENIZER_SETTINGS, RunFolder
 from twoscale.config.serial import read_json, read_jsonl, read_steps, to_dict
+from twoscale.config.words import group_list, plural
 from twoscale.data import Tokenizer
 from twoscale.geometry.probe import write_record
 from twoscale.interop.load import PREFIX, load, progress_of, read_exported, recipe_of
 from twoscale.model import LoopedGPT
-from twoscale.report.verdict import recommend
+from twoscale.report.advice import recommend
 from twoscale.report.words import evaluation_text
 from twoscale.tradeoff.load_run import calibrated_exit, name_checkpoint
-from twoscale.tradeoff.summary import read_evaluation, read_sweep
+from twoscale.tradeoff.summary import read_calibration_of, read_evaluation, read_sweep
 from twoscale.train import checkpoint as ckpt
 
 CODE = '''"""The model is defined in the package `twoscale`, which must be installed; this file only names its classes."""
@@ -185,7 +186,7 @@ def _text(path: Path, text: str) -> None:
 
 def _validation(recipe: TrainConfig, mean_loops: int, loss: float) -> str:
     """The loss that training measured, and on what."""
-    where = f"{recipe.eval_sequences} windows spread over all held-out text, at {mean_loops} loops"
+    where = f"{plural(recipe.eval_sequences, 'window')} spread over all held-out text, at {plural(mean_loops, 'loop')}"
     return f"{loss:.4f} nats a token ({where})"
 
 
@@ -201,7 +202,7 @@ def card(source: Source, parameters: int, code: bool = True) -> str:
     sweep = read_sweep(RunFolder(source.run).sweep, m.mean_loops)
     advice = ""
     if sweep is not None and source.about is not None and sweep.header.get("weights") == source.about["weights"]:
-        advice = f"\n## Leaving early\n\n{recommend(sweep)[1]}\n"
+        advice = f"\n## Leaving early\n\n{recommend(sweep, read_calibration_of(source.run, sweep))[1]}\n"
     steps = len(read_jsonl(RunFolder(source.run).metrics))
     text = "not known" if source.data is None else json.dumps(source.data.source)
     return f"""---
@@ -227,11 +228,11 @@ A looped (recurrent-depth) language model, written by `twoscale` {__version__}.
 def _rows(source: Source, parameters: int) -> list[tuple[str, str]]:
     """The card's table."""
     m, t, progress = source.model.config, source.recipe, source.progress
-    groups = ", ".join("-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in m.groups) or "none"
     tokens = f"{m.vocab_size:,} in the vocabulary"
+    loops = f"loop groups {group_list(m.groups)}; default depth {plural(m.mean_loops, 'loop')}"
     rows = [
         ("parameters", f"{parameters:,}"),
-        ("layers", f"{m.n_layer} of width {m.n_embd}, {m.n_head} heads; loop groups {groups}, mean loops {m.mean_loops}"),
+        ("layers", f"{m.n_layer} of width {m.n_embd}, {m.n_head} heads; {loops}"),
         ("context", f"{m.block_size} tokens, {tokens}" + ("" if source.data is None else f" ({source.data.tokenizer})")),
     ]
     if t is not None:
@@ -241,7 +242,6 @@ def _rows(source: Source, parameters: int) -> list[tuple[str, str]]:
         ]
     measured = read_evaluation(RunFolder(source.run).evaluation)
     if measured is not None and source.about is not None and measured.get("weights") == source.about["weights"]:
-        loops = measured["cross_entropy_by_loops"]
-        shown = ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())
+        shown = ", ".join(f"{k}: {v:.4f}" for k, v in measured["cross_entropy_by_loops"].items())
         rows.append(("loss by loops, nats a token", f"{shown} (on {evaluation_text(measured)})"))
     return rows

@@ -21,6 +21,8 @@ import numpy as np
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.groups import format_groups
+from twoscale.config.words import group_label, plural
 from twoscale.exits.choose import main_setting
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import step_flops
@@ -32,7 +34,7 @@ from twoscale.tradeoff.stats import interval, upper_bound
 
 STEPS = (2, 3, 4, 5, 6, 8, 11, 16, 24, 40)  # mean steps that thresholds are tried for
 LONGEST = 10  # settings on a path
-DEPTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)  # fixed depths that are tested, in this order
+DEPTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)  # fixed depths that are tested, deepest first, the default depth among them
 
 Setting = Mapping[int, exits.Rule]
 Say = Callable[[str], None]
@@ -116,8 +118,12 @@ def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[
 def certified_words(passed: int, settings: int, limit: float) -> str:
     """How far a fixed sequence of settings was tested: it stops at the first one that fails."""
     left = settings - passed - 1
-    rest = f"; the next one does not, and {left} were not tested" if left > 0 else "; the last one does not" if left == 0 else ""
-    return f"the first {passed} of {settings} settings keep the rise below {limit:g} nats{rest}"
+    untested = f"{left} {'was' if left == 1 else 'were'} not tested"
+    among, kept = plural(settings, "setting"), f"the rise below {limit:g} nats"
+    if passed == 0:
+        return f"the first of {among} does not keep {kept}" + (f", {untested}" if left > 0 else "")
+    rest = f"; the next one does not, and {untested}" if left > 0 else "; the last one does not" if left == 0 else ""
+    return f"the first {passed} of {among} keep {kept}{rest}" if passed > 1 else f"the first of {among} keeps {kept}{rest}"
 
 
 class Calibrator:
@@ -141,7 +147,8 @@ class Calibrator:
         grids = self._grids()
         path = self._path(grids)
         everywhere = self._everywhere(grids)
-        fixed: list[Setting] = [dict.fromkeys(self.groups, exits.Fixed(k)) for k in DEPTHS if k < self.loops]
+        depths = [k for k in sorted({*DEPTHS, self.model.config.mean_loops}, reverse=True) if k < self.loops]
+        fixed: list[Setting] = [dict.fromkeys(self.groups, exits.Fixed(k)) for k in depths]
         if goal.max_dce is not None:
             limit = goal.max_dce
             told = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
@@ -154,6 +161,8 @@ class Calibrator:
             "rules": [self._word(chosen, g) for g in self.groups],
             "loops": self.loops,
             "mean_loops": self.model.config.mean_loops,
+            "depths": [k for k, c in zip(depths, others[-1], strict=False) if c.passed] if goal.max_dce is not None else [],
+            "groups": [format_groups((layers,)) for layers in self.model.config.groups],
             "goal": {key: value for key, value in vars(goal).items() if value is not None},
             "delta": self.delta,
             "bound": chosen.bound if chosen is not None else 0.0,
@@ -195,7 +204,7 @@ class Calibrator:
             order = sorted(range(len(options)), key=lambda j: -options[j][0])
             costs.append([options[j] for j in order])
             grids[g] = [grid[j - 1] for j in order if j]
-            self.say(f"fit: group {g + 1} of {len(grids)}, {len(grid)} thresholds tried")
+            self.say(f"fit: {group_label(g, self.model.config.groups[g])}, {plural(len(grid), 'threshold')} tried")
         c = self.model.config
         work = [step_flops(c, g, self.texts.fit.ids.shape[1] // 2) for g in self.groups]
         return [

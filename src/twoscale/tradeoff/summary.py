@@ -7,12 +7,13 @@ from statistics import median
 from typing import Any
 
 from twoscale.config import UserError
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_jsonl
 from twoscale.config.show import data_frame
 from twoscale.tradeoff.results import by_group
 from twoscale.tradeoff.stats import pareto, ratio_interval
 
-ROUNDS = 3  # of timing, from which on times have an interval
+ROUNDS = 3  # of timing; fewer tell nothing on how much times vary
 ORACLES = ("oracle-stay", "oracle-lagrange")
 
 
@@ -89,6 +90,12 @@ def read_calibration(path: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not {"checkpoint", "rules", "loops"} <= set(found) or not isinstance(found["rules"], list):
         raise UserError(f"{path} is no calibration: write it anew with `twoscale calibrate`")
     return found
+
+
+def read_calibration_of(run: Path, sweep: Sweep | None) -> dict[str, Any] | None:
+    """The calibration of a run; None where there is none, or it is of another checkpoint than the sweep."""
+    found = read_calibration(RunFolder(run).calibration)
+    return found if found is None or sweep is None or found.get("weights") == sweep.header.get("weights") else None
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:

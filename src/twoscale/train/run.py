@@ -11,6 +11,7 @@ from twoscale.config.files import make_folder, write_json
 from twoscale.config.lock import lock
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json
+from twoscale.config.words import group_list, plural
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, describe_skipped, prepared_config, quiet
 from twoscale.model import LoopedGPT
@@ -98,13 +99,13 @@ def note_data(run: Path, data: Path) -> None:
 
 
 def describe(trainer: Trainer, world: World) -> str:
-    """One line on what is about to run."""
+    """Two lines on what is about to run, and on which text its validation loss is measured."""
     c, m = trainer.config.train, trainer.config.model
-    groups = "; ".join("-".join(str(layer) for layer in (g[0], g[-1])[: len(g)]) for g in m.groups)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     at = f"going on from step {trainer.progress.step}" if trainer.progress.step else "starting"
     return (
-        f"{trainer.config.name}: {parameters / 1e6:.2f}M parameters, {m.n_layer} layers, loop groups {groups or 'none'}, "
-        f"r = {m.mean_loops}, {c.optimizer}, {world.size} x {world.device.type}"
-        f"{', compiled' if trainer.compiled else ''}; {at}, {c.steps} steps"
+        f"{trainer.config.name}: {parameters / 1e6:.2f}M parameters, {m.n_layer} layers, loop groups {group_list(m.groups)}, "
+        f"default depth {plural(m.mean_loops, 'loop')}, optimizer {c.optimizer}, {world.size} x {world.device.type}"
+        f"{', compiled' if trainer.compiled else ''}; {at}, {plural(c.steps, 'step')}\n"
+        f"losses in nats a token; val: {trainer.val_text}"
     )

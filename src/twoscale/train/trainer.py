@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_folder import RunFolder
-from twoscale.data import Batches, TokenData, Tokenizer, held_out
+from twoscale.config.words import plural, text_words
+from twoscale.data import Batches, TokenData, Tokenizer, held_out, source_name
 from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
@@ -41,6 +42,8 @@ class TrainResult:
     val_loss: float | None
     checkpoint: Path | None
     signal: int | None = None
+    val_text: str = ""
+    """Which text `val_loss` is of, and at how many loops."""
 
 
 class Interrupts:
@@ -161,7 +164,8 @@ class Trainer:
                         record["geometry_s"], probed = round(probed, 3), 0.0
                     if metrics is not None and line is not None:
                         metrics.write(record)
-                        line.update(step, _summary(record, self.progress.val_loss))
+                        at = step if step == c.steps else step - step % c.eval_interval
+                        line.update(step, _summary(record, self.progress.val_loss, at))
                     if step % c.checkpoint_interval == 0 or step in c.milestones or step == c.steps or stopped:
                         self.save()
         finally:
@@ -169,7 +173,14 @@ class Trainer:
                 metrics.close()
                 line.close()
         finished = self.progress.step >= c.steps
-        return TrainResult(self.progress.step, finished, self.progress.val_loss, self.last_saved, interrupts.received)
+        return TrainResult(self.progress.step, finished, self.progress.val_loss, self.last_saved, interrupts.received, self.val_text)
+
+    @property
+    def val_text(self) -> str:
+        """Which text the validation loss is of, and at how many loops."""
+        windows, m = self.held_out[1], self.config.model
+        text = text_words("all", windows.numel(), len(windows), "windows", source_name(self.val_data.folder))
+        return f"{text}, at {plural(m.mean_loops, 'loop')}" if m.n_groups else text
 
     def loops_at(self, step: int) -> tuple[int, ...]:
         """The loops of each group at a step."""
@@ -303,7 +314,8 @@ def _micro_batch(config: RunConfig, world: World) -> int:
     return micro
 
 
-def _summary(record: dict[str, object], val_loss: float | None) -> str:
+def _summary(record: dict[str, object], val_loss: float | None, at: int) -> str:
+    """The progress line; the validation loss with the step at which it was measured."""
     loops = "/".join(str(k) for k in record["loops"])  # type: ignore[attr-defined]
-    val = f"  val {val_loss:.4f}" if val_loss is not None else ""
+    val = f"  val {val_loss:.4f} (step {at})" if val_loss is not None else ""
     return f"loss {record['loss']:.4f}{val}  {record['tokens_per_s']:.0f} tok/s  loops {loops}"
