@@ -42,7 +42,7 @@ def probe_geometry(trainer: Trainer) -> None:
     if not trainer.config.model.n_groups:
         return
     started = time.perf_counter()
-    ids = held_out(trainer.val_data, trainer.config.model.block_size, c.geometry_sequences)[0]
+    ids = trainer.source.heldout(c.geometry_sequences)[0]
     record = measure(trainer.model, ids, c.geometry_loops, run=trainer.evaluated)
     if trainer.world.main:
         write_record(trainer.run, _about(trainer.config, trainer.progress, record, started))

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from twoscale.config import RunConfig, UserError
-from twoscale.data import Batches, TokenData, Tokenizer, held_out
 from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
+from twoscale.train.objective import build_objective
 from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
 from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard, reuse_memory, uncompiled
 from twoscale.train.settings import check_checkpoint
+from twoscale.train.source import open_source
 
 
 class Diverged(RuntimeError):
@@ -79,7 +80,7 @@ class Trainer:
         self,
         config: RunConfig,
         run: Path,
-        data: Path,
+        data: Path | None,
         world: World,
         checkpoint: str | None = None,
         probes: Sequence[Probe] = (),
@@ -91,14 +92,9 @@ class Trainer:
         c = config.train
         reuse_memory(world.device)
         self.micro = _micro_batch(config, world)
-        self.tokenizer = Tokenizer.load(data)
-        train_data, self.val_data = TokenData(data, "train"), TokenData(data, "val")
-        if train_data.vocab_size > config.model.vocab_size:
-            raise UserError(
-                f"the data in {data} has {train_data.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: raise it"
-            )
-        self.batches = Batches(train_data, config.model.block_size, c.seed)
-        self.held_out = held_out(self.val_data, config.model.block_size, c.eval_sequences)
+        self.objective = build_objective(config)
+        self.source = open_source(config, data)
+        self.held_out = self.source.heldout(c.eval_sequences)
         self.model = LoopedGPT(config.model, seed=c.seed).to(world.device)
         self.progress = ckpt.Progress(step=0, tokens=0, sample=0, seed=c.seed)
         source = self._find_checkpoint(checkpoint)
@@ -107,8 +103,12 @@ class Trainer:
             self.progress = ckpt.read_progress(source)
             ckpt.load_weights(self.model, ckpt.read_tensors(source / ckpt.MODEL), source / ckpt.MODEL)
         elif init is not None:
-            ckpt.load_weights(self.model, ckpt.model_tensors(init), Path("--init"))
+            fresh_gate = {name: p for name, p in self.model.named_parameters() if ".gate." in name}
+            ckpt.load_weights(self.model, fresh_gate | ckpt.model_tensors(init), Path("--init"))
         self.given = init is not None and source is None
+        if c.objective.gate_only:
+            for name, p in self.model.named_parameters():
+                p.requires_grad_(".gate." in name)
         self.compiled = self.progress.step < c.steps and compile_blocks(self.model, c, world, self.micro)
         self.wrapped = distribute(self.model, c, world)
         self.optimizers = build_optimizers(self.model, c)
@@ -206,9 +206,10 @@ class Trainer:
         total = torch.zeros((), device=world.device)
         for first in range(0, share, self.micro):
             mine = rows[first : first + self.micro]
-            ids, targets = self._to_device(self.batches([step * c.batch_size + row for row in mine]))
+            ids, targets = self._to_device(self.source([step * c.batch_size + row for row in mine]))
             with gradient_sync(self.wrapped, now=first + self.micro >= share), self._autocast():
-                loss = self.wrapped(ids, targets, loops=loops, noise=StateNoise(c.seed, step, tuple(mine)))
+                noise = StateNoise(c.seed, step, tuple(mine))
+                loss = self.wrapped(ids, targets, loops=loops, noise=noise, objective=self.objective)
                 (loss * (self.micro / share)).backward()
             total += loss.detach() * (self.micro / share)
         return total
@@ -275,7 +276,7 @@ class Trainer:
         if self.world.main:
             c = self.config.train
             try:
-                self.last_saved = ckpt.save_checkpoint(self.checkpoints, self.config, self.progress, model, optimizer, self.tokenizer)
+                self.last_saved = ckpt.save_checkpoint(self.checkpoints, self.config, self.progress, model, optimizer, self.source.tokenizer)
                 ckpt.prune(self.checkpoints, c.keep_last, c.milestones)
             except UserError as problem:
                 error = str(problem)
