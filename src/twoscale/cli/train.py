@@ -9,7 +9,7 @@ torchrun --nproc-per-node=8 -m twoscale train --preset paper
 
 import os
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -47,7 +47,7 @@ A = TypeVar("A", bound=TrainArgs)
 
 def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
     """The arguments, on top of the preset and the model that they name."""
-    task = chosen(args, "--task", "none")
+    task = chosen(args, "--task", _trained_on(chosen(args, "--init", "")))
     preset = presets.get(chosen(args, "--preset", task if task in presets.PRESETS else "tiny"))
     if init := chosen(args, "--init", ""):
         preset = _like(preset, init)
@@ -65,6 +65,15 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
         if parsed.config != preset:
             raise UserError("--resume takes the settings of the run itself: leave the others away")
     return parsed
+
+
+def _trained_on(init: str) -> str:
+    """The task that a model was trained on."""
+    if not init or not (Path(init) / "task.json").exists():
+        return "none"
+    from twoscale.tasks.file import load_task
+
+    return getattr(load_task(Path(init)), "name", "none")
 
 
 def _named(preset: RunConfig, args: list[str]) -> RunConfig:
@@ -125,11 +134,16 @@ def _fit_batch(preset: RunConfig, args: list[str]) -> RunConfig:
 
 
 def _like(preset: RunConfig, init: str) -> RunConfig:
-    """The preset with shape and tokenizer of a model that is there already."""
+    """The preset with shape and tokenizer of a model that is there already; with its task too, where it was trained on one."""
+    from twoscale.config.task import CarryConfig, HopsConfig
     from twoscale.interop.load import find, model_config
+    from twoscale.tasks.file import load_task
 
     folder = find(init)
     config = model_config(folder)
+    if preset.task != "none" and (task := load_task(folder)) is not None:
+        kind = {"hops": HopsConfig, "carry": CarryConfig}[task.name]
+        preset = replace(preset, **{"task": task.name, task.name: kind(**{f.name: getattr(task, f.name) for f in fields(kind)})})
     data = replace(preset.data, tokenizer=str(folder.resolve())) if (folder / "tokenizer.json").exists() else preset.data
     return replace(preset, name=f"{folder.resolve().name}-trained", model=config, data=data)
 

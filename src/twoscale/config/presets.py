@@ -79,8 +79,9 @@ def hops() -> RunConfig:
             norm="pre", start="input", inject="none", mean_loops=12, backprop_steps=None,
         ),
         train=TrainConfig(
-            steps=2000, batch_size=48, optimizer="muon", lr=3e-3, muon_lr=0.02, warmup_steps=50, loops_ramp=0, objective=ObjectiveConfig("progress"),
-            eval_interval=100, eval_sequences=128, checkpoint_interval=200, geometry_interval=0, compile="off",
+            steps=2000, batch_size=48, optimizer="muon", lr=3e-3, muon_lr=0.02, warmup_steps=50,
+            objective=ObjectiveConfig("progress"), loops_ramp=500, eval_interval=100, eval_sequences=128, checkpoint_interval=200,
+            geometry_interval=0, compile="off",
         ),
         task="hops",
         hops=task,
@@ -90,7 +91,9 @@ def hops() -> RunConfig:
 def carry() -> RunConfig:
     """The task carry with 12 digits on one plain layer and a group of two at width 64."""
     base, task = hops(), CarryConfig()
-    return replace(base, name="carry", model=replace(base.model, vocab_size=task.vocab_size, block_size=task.length), task="carry", carry=task)
+    return replace(
+        base, name="carry", model=replace(base.model, vocab_size=task.vocab_size, block_size=task.length), task="carry", carry=task
+    )
 
 
 def hops_paper() -> RunConfig:

@@ -5,9 +5,9 @@
 Two numbers of D digits, the least significant digit first, then D blanks. Blank i is asked for digit i of the sum; no blank sees an answer.
 Digits are written from the low end because attention is causal: the carry into a digit comes from an earlier position.
 
-The true depth of a digit is the length of the carry chain that ends there, plus one: 1 without a carry, and j + 1 if the carry was made j places
-below and passed on by j - 1 places whose digits add up to 9. It is the number of rounds after which the digit is right when every place
-computes its digit and its carry from its neighbour's last carry, starting from no carries.
+The true depth of a digit is the length of the carry chain that ends there, plus one: 1 without a carry, and j + 1 if the carry was made
+j places below and passed on by j - 1 places whose digits add up to 9. It is the number of rounds after which the digit is right when every
+place computes its digit and its carry from its neighbour's last carry, starting from no carries.
 """
 
 from collections.abc import Sequence

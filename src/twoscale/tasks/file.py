@@ -35,5 +35,7 @@ def load_task(folder: Path) -> Task | None:
     if not isinstance(found, dict) or found.get("task") not in TASKS:
         raise UserError(f"{path} names no known task: choose one of {', '.join(TASKS)}")
     if found.get("version") != VERSION:
-        raise UserError(f"{path} is of version {found.get('version')!r}, this program makes samples of version {VERSION}: train the model anew")
+        raise UserError(
+            f"{path} is of version {found.get('version')!r}, this program makes samples of version {VERSION}: train the model anew"
+        )
     return from_dict(TASKS[found["task"]], found.get("settings"), str(path))

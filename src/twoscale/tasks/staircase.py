@@ -75,7 +75,9 @@ def load_staircase(folder: Path) -> Staircase | None:
         return None
     found = read_json(path)
     if not isinstance(found, dict) or found.pop("version", None) != VERSION:
-        raise UserError(f"{path} is not of version {VERSION}, the one that this program reads: measure it again with `twoscale train --resume`")
+        raise UserError(
+            f"{path} is not of version {VERSION}, the one that this program reads: measure it again with `twoscale train --resume`"
+        )
     settings = found.pop("settings", None)
     if not isinstance(settings, dict):
         raise UserError(f"{path}: settings = {settings!r} is no object: measure it again with `twoscale train --resume`")

@@ -32,7 +32,7 @@ class Batch(OneLine):
     depth: Tensor
     """int64 (B, T): true depth of the answer, 0 where nothing is asked."""
     progress: Tensor
-    """int64 (B, T, M): the task's own target after loop step k = 1 to M, equal to `targets` from the true depth on; -1 where nothing is asked."""
+    """int64 (B, T, M): the task's own target after loop step k = 1 to M, the answer from the true depth on; -1 where nothing is asked."""
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.targets.shape == self.depth.shape == self.progress.shape[:2]

@@ -1,9 +1,9 @@
 """Training objectives: which loop steps the loss reads, and how.
 
-Shapes: B batch, T position, C width, V vocabulary, K loop steps of the last group, A positions at which something is asked, M depth of a task.
+Shapes: B batch, T position, C width, V vocabulary, K loop steps of the last group, A positions that are asked, M depth of a task.
 
-L_k is the cross-entropy read from the last group's state x^(k), through the layers behind it and the head. Groups before the last one take the
-steps that were drawn for them. On a task only the answers' positions are read. `last` is the model's own loss and has no class here.
+L_k is the cross-entropy read from the last group's state x^(k), through the layers behind it and the head. Groups before the last one take
+the steps that were drawn for them. On a task only the answers' positions are read. `last` is the model's own loss and has no class here.
 """
 
 from abc import ABC, abstractmethod
@@ -118,6 +118,14 @@ def _wanted(targets: Tensor, places: Tensor, steps: int) -> Tensor:
     return targets.flatten(0, 1)[places][:, at].T
 
 
+def read_answers(model: LoopedGPT, ids: Tensor, targets: Tensor, loops: tuple[int, ...], noise: StateNoise) -> Tensor:
+    """For evaluation on a task: mean cross-entropy after the last step and share of right answers, (2,)."""
+    places = targets.flatten().ge(0).nonzero().flatten()
+    hidden, _ = model.hidden(ids, loops=loops, noise=noise)
+    logits, wanted = model.head(hidden.flatten(0, 1).index_select(0, places)).float(), targets.flatten()[places]
+    return torch.stack((F.cross_entropy(logits, wanted), (logits.argmax(-1) == wanted).float().mean()))
+
+
 # -- the objectives ------------------------------------------------------------------------------------------------
 
 
@@ -189,8 +197,8 @@ class Act(Objective):
 class Lookahead(Objective):
     """sum_k pi_k L_k + head_weight * sum_k |d_k| bce_k / sum_k |d_k|, with d_k = L_k - L_(k+1), the gain of one more step, k = 1 to K - 1.
 
-    bce_k = -[d_k > 0] ln(1 - s_k) - [d_k <= 0] ln s_k: the gate learns to let a token leave where one more step does not lower its loss. Its
-    gradient does not reach the states, and the gains are constants. With `freeze` the first sum is left out.
+    bce_k = -[d_k > 0] ln(1 - s_k) - [d_k <= 0] ln s_k: the gate learns to let a token leave where one more step does not lower its loss.
+    Its gradient does not reach the states, and the gains are constants. With `freeze` the first sum is left out.
     """
 
     def __call__(self, model: LoopedGPT, ids: Tensor, targets: Tensor, loops: tuple[int, ...], noise: StateNoise) -> Tensor:
@@ -223,14 +231,16 @@ def build_objective(config: RunConfig) -> Objective | None:
         raise UserError(f"train.objective.name = {name!r} trains an exit gate and the model has none: add --model.exit-gate True")
     if model.exit_gate and not objective.trains_gate:
         raise UserError(
-            f"model.exit_gate: train.objective.name = {name!r} does not train the gate: choose gate, act or lookahead, or leave the gate away"
+            f"model.exit_gate: train.objective.name = {name!r} does not train it: choose gate, act or lookahead, or a model without a gate"
         )
     if name == "last":
         return None
     if not model.groups:
         raise UserError(f"train.objective.name = {name!r} reads loop steps and the model has no loop groups: use last")
     if name == "progress" and config.task == "none":
-        raise UserError("train.objective.name = 'progress' needs a task, which says what is right after each step: add --task hops or --task carry")
+        raise UserError(
+            "train.objective.name = 'progress' needs a task, which knows the target of each step: add --task hops or --task carry"
+        )
     if name == "gate":
         return Gate(objective) if objective.stage == 1 else GateFit(objective)
     kinds: dict[str, type[Objective]] = {"every_step": EveryStep, "progress": ProgressSteps, "act": Act, "lookahead": Lookahead}

@@ -13,7 +13,7 @@ from twoscale.config.serial import read_json
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, describe_skipped, prepared_config, quiet
 from twoscale.model import LoopedGPT
-from twoscale.tasks.file import load_task, save_task, task_of
+from twoscale.tasks.file import TASK_FILE, load_task, save_task, task_of
 from twoscale.tasks.measure import measure_staircase
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.objective import build_objective
@@ -81,6 +81,9 @@ def find_data(run: Path, given: Path | None) -> Path:
         if not given.is_dir():
             raise UserError(f"--data-dir {given} does not exist: make it with `twoscale prepare`")
         return given.resolve()
+    if (run / TASK_FILE).exists():
+        name = getattr(load_task(run), "name", "none")
+        raise UserError(f"{run} was trained on the task {name} and has no text: this command needs text")
     if not (run / DATA_DIR).exists():
         return run / "data"
     noted = read_json(run / DATA_DIR)

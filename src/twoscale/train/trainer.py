@@ -20,7 +20,7 @@ from twoscale.config import RunConfig, UserError
 from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
-from twoscale.train.objective import build_objective
+from twoscale.train.objective import build_objective, read_answers
 from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
 from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard, reuse_memory, uncompiled
 from twoscale.train.settings import check_checkpoint
@@ -152,8 +152,8 @@ class Trainer:
                     record["tokens_per_s"] = round(c.batch_size * self.config.model.block_size / (time.perf_counter() - started), 1)
                     step = self.progress.step
                     if step % c.eval_interval == 0 or step == c.steps:
-                        self.progress = replace(self.progress, val_loss=self.evaluate())
-                        record["val_loss"] = self.progress.val_loss
+                        record |= self.evaluate()
+                        self.progress = replace(self.progress, val_loss=float(record["val_loss"]))  # type: ignore[arg-type]
                     if c.geometry_interval and (step % c.geometry_interval == 0 or step == c.steps):
                         probed += self._probe()
                     if probed:
@@ -249,12 +249,13 @@ class Trainer:
         return time.perf_counter() - started
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean cross-entropy on the held-out windows at mean_loops steps, shared among the processes."""
+    def evaluate(self) -> dict[str, object]:
+        """`val_loss`: mean cross-entropy on held-out sequences at mean_loops steps; on a task also `val_accuracy`."""
         module = self.evaluated
+        judge = read_answers if self.config.task != "none" else None
         ids, targets = self.held_out
         per_round = self.micro * self.world.size
-        total = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros(3, dtype=torch.float64)
         for first in range(0, len(ids), per_round):
             place = torch.arange(self.micro) + first + self.world.rank * self.micro
             inside = place < len(ids)
@@ -262,12 +263,14 @@ class Trainer:
             batch, wanted = self._to_device((ids[place], targets[place].masked_fill(~inside[:, None], -1)))
             count = int(inside.sum()) * ids.shape[1]
             with self._autocast():
-                loss = module(batch, wanted, noise=StateNoise())
+                found = module(batch, wanted, noise=StateNoise(), objective=judge)
             if count:
-                total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+                loss, right = found.double().cpu().expand(2) if judge is None else found.double().cpu()
+                total += torch.stack((loss * count, right * count, torch.tensor(float(count))))
         reshard(module)
         summed = self.world.mean(total.to(self.world.device))
-        return float(summed[0] / summed[1])
+        result: dict[str, object] = {"val_loss": float(summed[0] / summed[2])}
+        return result if judge is None else result | {"val_accuracy": round(float(summed[1] / summed[2]), 6)}
 
     def save(self) -> None:
         """Write a checkpoint; every process takes part in gathering, the first one writes."""
@@ -276,7 +279,9 @@ class Trainer:
         if self.world.main:
             c = self.config.train
             try:
-                self.last_saved = ckpt.save_checkpoint(self.checkpoints, self.config, self.progress, model, optimizer, self.source.tokenizer)
+                self.last_saved = ckpt.save_checkpoint(
+                    self.checkpoints, self.config, self.progress, model, optimizer, self.source.tokenizer
+                )
                 ckpt.prune(self.checkpoints, c.keep_last, c.milestones)
             except UserError as problem:
                 error = str(problem)
@@ -306,4 +311,5 @@ def _micro_batch(config: RunConfig, world: World) -> int:
 def _summary(record: dict[str, object], val_loss: float | None) -> str:
     loops = "/".join(str(k) for k in record["loops"])  # type: ignore[attr-defined]
     val = f"  val {val_loss:.4f}" if val_loss is not None else ""
+    val += f" ({100 * right:.1f} % right)" if (right := record.get("val_accuracy")) is not None else ""  # type: ignore[operator]
     return f"loss {record['loss']:.4f}{val}  {record['tokens_per_s']:.0f} tok/s  loops {loops}"
