@@ -195,7 +195,7 @@ class Act(Objective):
 
 
 class Lookahead(Objective):
-    """sum_k pi_k L_k + head_weight * sum_k |d_k| bce_k / sum_k |d_k|, with d_k = L_k - L_(k+1), the gain of one more step, k = 1 to K - 1.
+    """sum_k pi_k L_k + head_weight * 1/(K-1) sum_k |d_k| bce_k, with d_k = L_k - L_(k+1), the gain of one more step, k = 1 to K - 1.
 
     bce_k = -[d_k > 0] ln(1 - s_k) - [d_k <= 0] ln s_k: the gate learns to let a token leave where one more step does not lower its loss.
     Its gradient does not reach the states, and the gains are constants. With `freeze` the first sum is left out.
@@ -208,7 +208,7 @@ class Lookahead(Objective):
         gates, losses = _gates(steps), steps.losses
         gain = (losses[:-1] - losses[1:]).detach()
         each = F.binary_cross_entropy_with_logits(-gates[:-1], (gain > 0).to(gates.dtype), weight=gain.abs(), reduction="sum")
-        head = self.config.head_weight * each / gain.abs().sum().clamp(min=1e-9) + gates.sum() * 0.0
+        head = self.config.head_weight * each / max(1, gain.numel()) + gates.sum() * 0.0  # the gate has a gradient also where K = 1
         if self.config.freeze:
             return head
         pi = step_weights(len(losses), self.config).to(losses.device)
@@ -228,7 +228,7 @@ def build_objective(config: RunConfig) -> Objective | None:
     objective, model = config.train.objective, config.model
     name = objective.name
     if objective.trains_gate and not model.exit_gate:
-        raise UserError(f"train.objective.name = {name!r} trains an exit gate and the model has none: add --model.exit-gate True")
+        raise UserError(f"train.objective.name = {name!r} trains an exit gate and the model has none: add --model.exit-gate")
     if model.exit_gate and not objective.trains_gate:
         raise UserError(
             f"model.exit_gate: train.objective.name = {name!r} does not train it: choose gate, act or lookahead, or a model without a gate"
