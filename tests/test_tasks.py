@@ -263,3 +263,13 @@ def test_from_one_task_run_to_the_next(task_run: Path, tmp_path: Path, cli: Comm
     assert float(gate.detach().abs().sum()) > 0, "the gate was fitted"
     out = twoscale.forward(twoscale.load(tmp_path / "run")[0], Hops(4, 3, 2).batch(range(3)).ids, exit=twoscale.exits.Gate(0.9), loops=4)
     assert 1 <= int(out.steps.min()) <= int(out.steps.max()) <= 4
+
+
+def test_export(task_run: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """An exported model of a task takes its task and its staircase along, and answers as the run does."""
+    assert cli("export", task_run, "--out", tmp_path / "out", "--dtype", "float32")[0] == 0
+    assert load_task(tmp_path / "out") == Hops(4, 3, 2) and load_staircase(tmp_path / "out") == load_staircase(task_run)
+    assert "Hops(nodes=4, hops=3, queries=2" in (tmp_path / "out" / "README.md").read_text()
+    ids = Hops(4, 3, 2).batch(range(2)).ids
+    a, b = (twoscale.forward(twoscale.load(folder)[0], ids, loops=3).logits for folder in (task_run, tmp_path / "out"))
+    assert torch.equal(a, b)

@@ -4,7 +4,7 @@ config.json             settings under `twoscale`, and what transformers looks f
 model.safetensors       the weights, named model.NAME
 modeling_twoscale.py    three lines that import the package: the model is defined in one place
 tokenizer.json, tokenizer_config.json, generation_config.json
-calibration.json, controller.json, geometry.jsonl    where the run has them
+calibration.json, controller.json, geometry.jsonl, task.json, staircase.json    where the run has them
 README.md               the model card
 """
 
@@ -26,6 +26,8 @@ from twoscale.interop.load import PREFIX, load, progress_of, read_exported, reci
 from twoscale.model import LoopedGPT
 from twoscale.report.verdict import recommend
 from twoscale.report.words import evaluation_text
+from twoscale.tasks.file import TASK_FILE, load_task
+from twoscale.tasks.staircase import STAIRCASE, load_staircase
 from twoscale.tradeoff.load_run import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import CALIBRATION, CONTROLLER, EVALUATION, SWEEP, read_evaluation, read_sweep
 from twoscale.train import checkpoint as ckpt
@@ -74,7 +76,7 @@ class Source:
     recipe: TrainConfig | None
     """How it was trained, where that is known."""
     data: DataConfig | None
-    """What it was trained on, where that is known."""
+    """What text it was trained on, where that is known."""
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -108,7 +110,8 @@ def _source(run: Path, checkpoint: str | None) -> Source:
         folder = ckpt.find_checkpoint(run, checkpoint)
         config = ckpt.load_config(folder)
         model, tokenizer = ckpt.load_model(folder)
-        return Source(run, folder, config.name, model, tokenizer, ckpt.read_progress(folder), config.train, config.data)
+        data = config.data if config.task == "none" else None
+        return Source(run, folder, config.name, model, tokenizer, ckpt.read_progress(folder), config.train, data)
     if checkpoint is not None:
         raise UserError(f"--checkpoint {checkpoint}: {run} is a model, not a run with checkpoints; leave --checkpoint away")
     model, tokenizer = load(run)
@@ -143,7 +146,7 @@ def _write_settings(source: Source, out: Path, dtype: Dtype, code: bool) -> None
 
 
 def _read_kept(source: Source) -> dict[str, Any]:
-    """What goes along with the weights, by file name: calibration, controller, geometry over training."""
+    """What goes along with the weights, by file name: task and staircase, calibration, controller, geometry over training."""
     run, kept = source.run, dict[str, Any]()
     if source.about is not None and calibrated_exit(run, source.about, must=False) is not None:
         kept[CALIBRATION] = read_json(run / CALIBRATION)
@@ -151,14 +154,19 @@ def _read_kept(source: Source) -> dict[str, Any]:
             kept[CONTROLLER] = read_json(run / CONTROLLER)
     if records := [r for r in read_steps(run / GEOMETRY) if r["step"] <= source.progress.step]:
         kept[GEOMETRY] = records
+    if load_task(run) is not None:
+        kept[TASK_FILE] = read_json(run / TASK_FILE)
+    if (stairs := load_staircase(run)) is not None and stairs.step == source.progress.step:
+        kept[STAIRCASE] = read_json(run / STAIRCASE)
     return kept
 
 
 def _write_kept(kept: dict[str, Any], out: Path) -> None:
     if CALIBRATION in kept:
         write_json(out / CALIBRATION, kept[CALIBRATION] | name_checkpoint(out))
-    if CONTROLLER in kept:
-        write_json(out / CONTROLLER, kept[CONTROLLER])
+    for name in (CONTROLLER, TASK_FILE, STAIRCASE):
+        if name in kept:
+            write_json(out / name, kept[name])
     if GEOMETRY in kept:
         (out / GEOMETRY).unlink(missing_ok=True)
         for record in kept[GEOMETRY]:
@@ -196,7 +204,9 @@ def card(source: Source, parameters: int, code: bool = True) -> str:
     if sweep is not None and source.about is not None and sweep.header.get("weights") == source.about["weights"]:
         advice = f"\n## Leaving early\n\n{recommend(sweep)[1]}\n"
     steps = len(read_jsonl(source.run / "metrics.jsonl"))
+    task = load_task(source.run)
     text = "not known" if source.data is None else json.dumps(source.data.source)
+    trained_on = f"source of the text: {text}" if task is None else f"trained on the task {task!r}"
     return f"""---
 library_name: {"transformers" if code else "twoscale"}
 tags: [looped-transformer, recurrent-depth, early-exit, twoscale]
@@ -213,7 +223,7 @@ A looped (recurrent-depth) language model, written by `twoscale` {__version__}.
 {usage}{advice}
 ## How it was made
 
-{steps:,} logged steps; source of the text: {text}. Quality and safety were not looked at beyond these figures.
+{steps:,} logged steps; {trained_on}. Quality and safety were not looked at beyond these figures.
 """
 
 
