@@ -286,7 +286,7 @@ def test_kill_and_resume(tmp_path: Path) -> None:
         assert 4 <= len(read_jsonl(run / "metrics.jsonl")) < 14 and not (run / "staircase.json").exists(), name
         config = task_config(OBJECTIVES[name])
         assert start_run(config, run).finished
-        start_run(config, whole := tmp_path / f"{name}-whole")
+        start_run(task_config(OBJECTIVES[name], checkpoint_interval=100), whole := tmp_path / f"{name}-whole")
         assert losses(run) == losses(whole) and len(losses(run)) == 14
         a, b = (ckpt.read_tensors(path / "checkpoints" / "step-000014" / ckpt.MODEL) for path in (run, whole))
         assert all(torch.equal(a[key], b[key]) for key in a), name
