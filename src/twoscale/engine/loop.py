@@ -76,6 +76,8 @@ class Engine:
         self.rules = plan(exit, self.config.n_groups)
         if any(isinstance(rule, Gate) for rule in self.rules) and not self.config.exit_gate:
             raise UserError("exits.Gate needs a model with a learned gate (exit_gate), and this one has none")
+        if any(isinstance(rule, Gate) for rule in self.rules[:-1]):
+            raise UserError(f"exits.Gate: only the last group has a gate, use {{{self.config.n_groups - 1}: Gate(...)}}")
         parse_kv(kv)
         self.kv, self.noise = kv, StateNoise(seed)
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

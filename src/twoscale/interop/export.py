@@ -4,7 +4,7 @@ config.json             settings under `twoscale`, and what transformers looks f
 model.safetensors       the weights, named model.NAME
 modeling_twoscale.py    three lines that import the package: the model is defined in one place
 tokenizer.json, tokenizer_config.json, generation_config.json
-calibration.json, controller.json, geometry.jsonl    where the run has them
+calibration.json, controller.json, geometry.jsonl, task.json, staircase.json    where the run has them
 README.md               the model card
 """
 
@@ -28,6 +28,8 @@ from twoscale.interop.load import PREFIX, load, progress_of, read_exported, reci
 from twoscale.model import LoopedGPT
 from twoscale.report.advice import recommend
 from twoscale.report.words import evaluation_text
+from twoscale.tasks.file import load_task
+from twoscale.tasks.staircase import load_staircase
 from twoscale.tradeoff.load_run import calibrated_exit, name_checkpoint
 from twoscale.tradeoff.summary import read_calibration_of, read_evaluation, read_sweep
 from twoscale.train import checkpoint as ckpt
@@ -76,7 +78,7 @@ class Source:
     recipe: TrainConfig | None
     """How it was trained, where that is known."""
     data: DataConfig | None
-    """What it was trained on, where that is known."""
+    """What text it was trained on, where that is known."""
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -109,7 +111,8 @@ def _source(run: Path, checkpoint: str | None) -> Source:
     if RunFolder(run).is_run:
         folder = ckpt.find_checkpoint(run, checkpoint)
         config = ckpt.load_config(folder)
-        return Source(run, folder, config.name, *ckpt.load_model(folder), ckpt.read_progress(folder), config.train, config.data)
+        data = config.data if config.task == "none" else None
+        return Source(run, folder, config.name, *ckpt.load_model(folder), ckpt.read_progress(folder), config.train, data)
     if checkpoint is not None:
         raise UserError(f"--checkpoint {checkpoint}: {run} is a model, not a run with checkpoints; leave --checkpoint away")
     model, tokenizer = load(run)
@@ -145,28 +148,34 @@ def _write_settings(source: Source, out: Path, dtype: Dtype, code: bool) -> None
 
 @dataclass(frozen=True)
 class Companions:
-    """What goes along with the weights: calibration, controller, geometry over training."""
+    """What goes along with the weights: calibration, controller, geometry over training, task and staircase."""
 
     calibration: dict[str, Any] | None = None
     controller: dict[str, Any] | None = None
     geometry: tuple[dict[str, Any], ...] = ()
+    task: dict[str, Any] | None = None
+    staircase: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, source: Source) -> "Companions":
         run = RunFolder(source.run)
         calibrated = source.about is not None and calibrated_exit(run.path, source.about, must=False) is not None
+        stairs = load_staircase(run.path)
         return cls(
             read_json(run.calibration) if calibrated else None,
             read_json(run.controller) if calibrated and run.controller.exists() else None,
             tuple(r for r in read_steps(run.geometry) if r["step"] <= source.progress.step),
+            read_json(run.task) if load_task(run.path) is not None else None,
+            read_json(run.staircase) if stairs is not None and stairs.step == source.progress.step else None,
         )
 
     def write(self, out: Path) -> None:
         folder = RunFolder(out)
         if self.calibration is not None:
             write_json(folder.calibration, self.calibration | name_checkpoint(out))
-        if self.controller is not None:
-            write_json(folder.controller, self.controller)
+        for path, value in ((folder.controller, self.controller), (folder.task, self.task), (folder.staircase, self.staircase)):
+            if value is not None:
+                write_json(path, value)
         if self.geometry:
             folder.geometry.unlink(missing_ok=True)
             for record in self.geometry:
@@ -203,8 +212,9 @@ def card(source: Source, parameters: int, code: bool = True) -> str:
     advice = ""
     if sweep is not None and source.about is not None and sweep.header.get("weights") == source.about["weights"]:
         advice = f"\n## Leaving early\n\n{recommend(sweep, read_calibration_of(source.run, sweep))[1]}\n"
-    steps = len(read_jsonl(RunFolder(source.run).metrics))
+    steps, task = len(read_jsonl(RunFolder(source.run).metrics)), load_task(source.run)
     text = "not known" if source.data is None else json.dumps(source.data.source)
+    trained_on = f"source of the text: {text}" if task is None else f"trained on the task {task!r}"
     return f"""---
 library_name: {"transformers" if code else "twoscale"}
 tags: [looped-transformer, recurrent-depth, early-exit, twoscale]
@@ -221,7 +231,7 @@ A looped (recurrent-depth) language model, written by `twoscale` {__version__}.
 {usage}{advice}
 ## How it was made
 
-{steps:,} logged steps; source of the text: {text}. Quality and safety were not looked at beyond these figures.
+{steps:,} logged steps; {trained_on}. Quality and safety were not looked at beyond these figures.
 """
 
 
