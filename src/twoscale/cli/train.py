@@ -138,7 +138,7 @@ def train(args: TrainArgs) -> int:
         say(f"twoscale train: {error}")
         return 3
     if result.finished:
-        val = f", validation loss {result.val_loss:.4f} nats a token ({result.val_text})" if result.val_loss is not None else ""
+        val = f", validation loss {result.val_loss:.4f} nats a token on {result.val_text}" if result.val_loss is not None else ""
         say(f"{out}: finished at step {result.step}{val}; weights in {result.checkpoint}")
         return 0
     assert result.signal is not None

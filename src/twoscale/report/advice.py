@@ -1,8 +1,9 @@
 """What to use for a model, in plain words: one recommendation, from a sweep and, where there is one, a calibration. Pure functions.
 
 Where a calibration certified a fixed depth or thresholds to a limit on the loss, the choice is among these. Otherwise it is among the
-settings whose CE rises by no more than FLAT on the sweep's own text. In both cases a rule is recommended only where it costs less than
-the fixed depth, by whole intervals, and the default depth is kept where nothing costs less than it.
+settings whose CE rises by no more than FLAT on the sweep's own text. Fixed depths are compared by counted FLOPs, which are exact: fewer
+loops are a part of the work of more, however times vary. A rule is recommended only where it costs less than the fixed depth, by whole
+intervals, and the default depth is kept where nothing costs less than it.
 """
 
 from collections.abc import Mapping
@@ -47,14 +48,13 @@ def below(a: Point, b: Point, cost: str) -> bool:
 
 
 def best(sweep: Sweep, families: tuple[str, ...] | None = None, limit: float = FLAT) -> Point | None:
-    """The cheapest point whose CE rises by no more than the limit, by its whole interval; by default among the rules."""
-    cost = cost_of(sweep)
+    """The point with the fewest FLOPs whose CE rises by no more than the limit, by its whole interval; by default among the rules."""
     chosen = [
         p
         for p in sweep.points
         if (p["family"] in families if families else p["family"] not in (*BASELINES, *ORACLES)) and p["dce_high"] <= limit
     ]
-    return min(chosen, key=lambda p: p[cost], default=None)
+    return min(chosen, key=lambda p: p["flops"], default=None)
 
 
 def name_of(point: Point, loops: int) -> str:
@@ -95,11 +95,11 @@ def saving(point: Point, base: Point, against: str, cost: str) -> str:
         return f"{told} ({against})"
     less, more = below(point, base, cost), below(base, point, cost)
     words, what = change(point[cost], base[cost]) if less or more else "", "time" if cost == "ms" else "FLOPs"
-    return (
-        f"{told} ({words} {what} than {against}: {cost_words(base, cost)})"
-        if words
-        else f"{told} (no measurable difference in {what} from {against}: {cost_words(base, cost)})"
-    )
+    if words:
+        return f"{told} ({words} {what} than {against}: {cost_words(base, cost)})"
+    counted = cost == "ms" and (below(point, base, "flops") or below(base, point, "flops"))
+    work = f"; {change(point['flops'], base['flops'], 'fewer')} FLOPs" if counted else ""
+    return f"{told} (no measurable difference in {what} from {against}: {cost_words(base, cost)}{work})"
 
 
 # -- the choice --------------------------------------------------------------------------------------------------
@@ -126,11 +126,13 @@ def choose(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> Choice
 
 
 def _swept(sweep: Sweep) -> Choice:
-    """The choice on the sweep's text alone: the cheapest fixed depth that keeps CE, or a rule that costs less."""
+    """The choice on the sweep's text: the cheapest fixed depth that keeps CE (a tie goes to the default), or a rule that costs less."""
     fixed, cost = best(sweep, FIXED), cost_of(sweep)
     assert fixed is not None
     base, rule = baseline(sweep)[0], _best_rule(sweep, fixed, cost)
-    return _chosen(fixed, rule, base, cost, base["dce_high"] <= FLAT, certified=False)
+    if base["dce_high"] <= FLAT and not below(fixed, base, "flops") and not (rule is not None and below(rule, base, cost)):
+        fixed = base
+    return _chosen(fixed, rule, cost, certified=False)
 
 
 def _certified(sweep: Sweep, calibration: Mapping[str, Any] | None) -> Choice | None:
@@ -141,15 +143,11 @@ def _certified(sweep: Sweep, calibration: Mapping[str, Any] | None) -> Choice | 
     fixed = sweep.point("full" if known is None else known)
     rule = sweep.point(_calibrated_id(calibration)) if any(calibration["rules"]) else None
     assert fixed is not None
-    base = baseline(sweep)[0]
-    kept = {"full", *(f"fixed:{k}" for k in calibration.get("depths", ()))}  # older versions did not note which depths passed
-    return _chosen(fixed, rule, base, cost_of(sweep), base["id"] in kept, certified=True)
+    return _chosen(fixed, rule, cost_of(sweep), certified=True)
 
 
-def _chosen(fixed: Point, rule: Point | None, base: Point, cost: str, base_keeps: bool, certified: bool) -> Choice:
-    """A tie goes to the default depth if it keeps the loss, then to the fixed depth."""
-    if base_keeps and not any(below(p, base, cost) for p in (rule, fixed) if p is not None):
-        fixed = base
+def _chosen(fixed: Point, rule: Point | None, cost: str, certified: bool) -> Choice:
+    """A tie goes to the fixed depth."""
     pick = rule if rule is not None and below(rule, fixed, cost) else fixed
     return Choice(pick, fixed, rule, certified)
 

@@ -130,7 +130,7 @@ class Sweeper:
                 done += 1
                 if line is not None:
                     self._write(record)
-                    line.update(done, point.id)
+                    line.update(done, point.label or point.id)
         if line is not None:
             if untimed:
                 self._time({p.id: p.exit(seen) for p in untimed}, timed, line, done)
