@@ -55,7 +55,7 @@ def a_calibration(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     found = {
         "checkpoint": "step-9", "rule": "acceleration", "rules": ["acceleration:2.0"], "loops": 30, "mean_loops": 12,
-        "depths": [24, 16, 12, 8, 6, 5], "goal": {"max_dce": 0.005}, "delta": 0.05, "bound": 0.0031,
+        "goal": {"max_dce": 0.005}, "delta": 0.05, "bound": 0.0031,
         "tokens": {"fit": 300, "certify": 900, "report": 800},
         "clusters": {"fit": 4, "certify": 11, "report": 10}, "by": "documents", "source": "builtin", "report": report,
     }  # fmt: skip

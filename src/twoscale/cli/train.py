@@ -171,7 +171,7 @@ def train(args: TrainArgs) -> int:
         say(f"twoscale train: {error}")
         return 3
     if result.finished:
-        val = f", validation loss {result.val_loss:.4f} nats a token ({result.val_text})" if result.val_loss is not None else ""
+        val = f", validation loss {result.val_loss:.4f} nats a token on {result.val_text}" if result.val_loss is not None else ""
         say(f"{out}: finished at step {result.step}{val}; weights in {result.checkpoint}")
         if (staircase := load_staircase(out)) is not None and config.task != "none" and is_main_process():
             print(f"{config.task}: percent right by true depth and loop steps ({RunFolder(out).staircase})\n{staircase.table()}")

@@ -54,11 +54,11 @@ def saving(point: Point, base: Point, against: str, cost: str) -> str:
         return f"{told} ({against})"
     less, more = below(point, base, cost), below(base, point, cost)
     words, what = change(point[cost], base[cost]) if less or more else "", "time" if cost == "ms" else "FLOPs"
-    return (
-        f"{told} ({words} {what} than {against}: {cost_words(base, cost)})"
-        if words
-        else f"{told} (no measurable difference in {what} from {against}: {cost_words(base, cost)})"
-    )
+    if words:
+        return f"{told} ({words} {what} than {against}: {cost_words(base, cost)})"
+    counted = cost == "ms" and (below(point, base, "flops") or below(base, point, "flops"))
+    work = f"; {change(point['flops'], base['flops'], 'fewer')} FLOPs" if counted else ""
+    return f"{told} (no measurable difference in {what} from {against}: {cost_words(base, cost)}{work})"
 
 
 # -- the words ---------------------------------------------------------------------------------------------------

@@ -147,8 +147,8 @@ FIGURES: tuple[FigureEntry, ...] = (
     FigureEntry(
         "steps_taken",
         "Steps taken",
-        "How many steps the tokens take in each group, each rule at its cheapest threshold that keeps CE within 0.01 nats of the full "
-        "run's by its whole interval; where none does, at the one with the smallest rise.",
+        "How many steps the tokens take in each group, each rule at the threshold with the fewest FLOPs that keeps CE within 0.01 nats "
+        "of the full run's by its whole interval; where none does, at the one with the smallest rise.",
         print=tradeoff_figures.steps_taken,
         page=tradeoff_panels.steps_taken,
         available=_has_steps,

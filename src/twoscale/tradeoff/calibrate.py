@@ -34,7 +34,7 @@ from twoscale.tradeoff.stats import interval, upper_bound
 
 STEPS = (2, 3, 4, 5, 6, 8, 11, 16, 24, 40)  # mean steps that thresholds are tried for
 LONGEST = 10  # settings on a path
-DEPTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)  # fixed depths that are tested, deepest first, the default depth among them
+DEPTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)  # fixed depths that are tested, in this order
 
 Setting = Mapping[int, exits.Rule]
 Say = Callable[[str], None]
@@ -147,8 +147,7 @@ class Calibrator:
         grids = self._grids()
         path = self._path(grids)
         everywhere = self._everywhere(grids)
-        depths = [k for k in sorted({*DEPTHS, self.model.config.mean_loops}, reverse=True) if k < self.loops]
-        fixed: list[Setting] = [dict.fromkeys(self.groups, exits.Fixed(k)) for k in depths]
+        fixed: list[Setting] = [dict.fromkeys(self.groups, exits.Fixed(k)) for k in DEPTHS if k < self.loops]
         if goal.max_dce is not None:
             limit = goal.max_dce
             told = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
@@ -161,7 +160,6 @@ class Calibrator:
             "rules": [self._word(chosen, g) for g in self.groups],
             "loops": self.loops,
             "mean_loops": self.model.config.mean_loops,
-            "depths": [k for k, c in zip(depths, others[-1], strict=False) if c.passed] if goal.max_dce is not None else [],
             "groups": [format_groups((layers,)) for layers in self.model.config.groups],
             "goal": {key: value for key, value in vars(goal).items() if value is not None},
             "delta": self.delta,

@@ -1,8 +1,9 @@
 """Which setting of a sweep to use: a fixed depth or an exit rule. Pure functions of the numbers, no torch; report/advice.py has the words.
 
 Where a calibration certified a fixed depth or thresholds to a limit on the loss, the choice is among these. Otherwise it is among the
-settings whose CE rises by no more than FLAT on the sweep's own text. In both cases a rule is recommended only where it costs less than
-the fixed depth, by whole intervals, and the default depth is kept where nothing costs less than it.
+settings whose CE rises by no more than FLAT on the sweep's own text. Fixed depths are compared by counted FLOPs, which are exact: fewer
+loops are a part of the work of more, however times vary. A rule is recommended only where it costs less than the fixed depth, by whole
+intervals, and the default depth is kept where nothing costs less than it.
 """
 
 from collections.abc import Mapping
@@ -40,11 +41,13 @@ def choose(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> Choice
 
 
 def choose_swept(sweep: Sweep) -> Choice:
-    """The choice on the sweep's text alone: the cheapest fixed depth that keeps CE, or a rule that costs less."""
+    """The choice on the sweep's text: the cheapest fixed depth that keeps CE (a tie goes to the default), or a rule that costs less."""
     fixed = sweep.cheapest(FIXED, FLAT)
     assert fixed is not None
-    base = default_point(sweep)
-    return _chosen(fixed, _best_rule(sweep, fixed), base, sweep.cost, base["dce_high"] <= FLAT, certified=False)
+    base, rule = default_point(sweep), _best_rule(sweep, fixed)
+    if base["dce_high"] <= FLAT and not below(fixed, base, "flops") and not (rule is not None and below(rule, base, sweep.cost)):
+        fixed = base
+    return _chosen(fixed, rule, sweep.cost, certified=False)
 
 
 def below(a: Point, b: Point, cost: str) -> bool:
@@ -99,15 +102,11 @@ def _certified(sweep: Sweep, calibration: Mapping[str, Any] | None) -> Choice | 
     fixed = sweep.point("full" if known is None else known)
     rule = sweep.point(_calibrated_id(calibration)) if any(calibration["rules"]) else None
     assert fixed is not None
-    base = default_point(sweep)
-    kept = {"full", *(f"fixed:{k}" for k in calibration.get("depths", ()))}  # older versions did not note which depths passed
-    return _chosen(fixed, rule, base, sweep.cost, base["id"] in kept, certified=True)
+    return _chosen(fixed, rule, sweep.cost, certified=True)
 
 
-def _chosen(fixed: Point, rule: Point | None, base: Point, cost: str, base_keeps: bool, certified: bool) -> Choice:
-    """A tie goes to the default depth if it keeps the loss, then to the fixed depth."""
-    if base_keeps and not any(below(p, base, cost) for p in (rule, fixed) if p is not None):
-        fixed = base
+def _chosen(fixed: Point, rule: Point | None, cost: str, certified: bool) -> Choice:
+    """A tie goes to the fixed depth."""
     pick = rule if rule is not None and below(rule, fixed, cost) else fixed
     return Choice(pick, fixed, rule, certified)
 

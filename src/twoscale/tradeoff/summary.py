@@ -50,9 +50,9 @@ class Sweep:
         return "ms" if self.rounds >= ROUNDS and all(p.get("ms") is not None for p in self.points) else "flops"
 
     def cheapest(self, families: Sequence[str], limit: float) -> dict[str, Any] | None:
-        """Of some curves the point that costs least among those whose CE rises by no more than `limit`, by its whole interval."""
+        """Of some curves the point with the fewest FLOPs among those whose CE rises by no more than `limit`, by its whole interval."""
         fit = [p for p in self.points if p["family"] in families and p["dce_high"] <= limit]
-        return min(fit, key=lambda p: p[self.cost], default=None)
+        return min(fit, key=lambda p: p["flops"], default=None)
 
     def front(self, cost: str) -> list[dict[str, Any]]:
         """Points that none beats in both cost (`flops` or `ms`) and CE; oracles, which see the labels, are left out."""
