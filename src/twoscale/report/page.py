@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 from plotly.offline import get_plotlyjs
 
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import to_dict
 from twoscale.config.words import group_list, plural
 from twoscale.report.advice import recommend
@@ -70,7 +71,7 @@ def _overview(runs: list[RunFiles]) -> str:
 
 def _tokenizers(runs: list[RunFiles]) -> str:
     """A warning where the models' tokens are not the same."""
-    files = [run.folder / "tokenizer.json" for run in runs]
+    files = [RunFolder(run.folder).tokenizer for run in runs]
     if len({file.read_bytes() if file.exists() else b"" for file in files}) == 1:
         return ""
     return "The models have different tokenizers: losses and times a token are not to be compared between them; bits per byte are. "
