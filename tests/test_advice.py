@@ -172,7 +172,7 @@ def test_a_certified_setting_is_the_recommendation() -> None:
         words.count("For this model use") == 1
         and "they cost more than fixed:5, so on this model these thresholds save nothing over a" in words
     )
-    assert "In use: `--loops 5`. `--exit auto` takes the calibrated thresholds instead." in words
+    assert "In use: `twoscale generate` and `eval` with `--loops 5`. `--exit auto` takes the calibrated thresholds instead." in words
     same = certified_sweep()
     same.points[:] = [p for p in same.points if p["id"] != "fixed:4"]
     assert "The sweep alone, with a limit of 0.01 nats on 6,144 tokens, would choose the same." in recommend(same, a_calibration())[1]
@@ -183,7 +183,10 @@ def test_certified_thresholds_win_by_their_whole_interval() -> None:
     however noisy its times."""
     rule = a_point("calibrated acceleration:2.0", (4.7, 4.8, 4.89), 4.4, family="calibrated", label="calibrated: acceleration:2.0")
     head, words = recommend(certified_sweep(rule), a_calibration())
-    assert head.startswith("Use the calibrated thresholds (acceleration:2.0): 4.80 [4.70, 4.89]") and "In use: `--exit auto`." in words
+    assert (
+        head.startswith("Use the calibrated thresholds (acceleration:2.0): 4.80 [4.70, 4.89]")
+        and "In use: `twoscale generate` and `eval` with `--exit auto`." in words
+    )
     assert "The best fixed depth certified to the same limit is fixed:5: " in words
     head, words = recommend(certified_sweep(rule | {"ms_high": 4.95}), a_calibration())
     assert head.startswith("Use fixed:5") and "in time fixed:5 and the thresholds cannot be told apart" in words
@@ -250,5 +253,7 @@ def test_samples_say_why_their_rule() -> None:
 def test_the_paragraph_holds_the_calibration() -> None:
     """The recommendation's paragraph ends with the calibration's sentences; an old sweep takes the default from the run."""
     words = recommend(a_sweep(), a_calibration())[1]
-    assert "The calibrated thresholds of acceleration (asked for: max-dce 0.005), not the recommendation: Certified on 900 tokens" in words
+    assert (
+        "The calibrated thresholds of acceleration (asked for: max-dce 0.005) are not the recommendation. Certified on 900 tokens" in words
+    )
     assert "no difference in steps" in words

@@ -77,8 +77,8 @@ def recommend(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> tup
     paragraphs += [_measured(sweep), _oracles(sweep)]
     if calibration is not None:
         goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in calibration["goal"].items())
-        mine = "the recommendation" if choice.pick["family"] == "calibrated" else "not the recommendation"
-        about = f"The calibrated thresholds of {calibration['rule']} (asked for: {goal}), {mine}:"
+        mine = "are the recommendation" if choice.pick["family"] == "calibrated" else "are not the recommendation"
+        about = f"The calibrated thresholds of {calibration['rule']} (asked for: {goal}) {mine}."
         paragraphs.append(" ".join([about, *calibration_sentences(calibration, sweep.header.get("mean_loops"))]))
     paragraphs.append(_use(choice.pick, sweep.header["loops"], calibration))
     return head, "\n\n".join(filter(None, paragraphs))
@@ -104,7 +104,7 @@ def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Ch
         f"For this model use {told[id(choice.pick)]}. Compared are settings whose CE rises by no more than {FLAT} nats on the sweep's "
         f"text, by the whole interval.",
         _rivals(sweep, choice, told),
-        "The choice was made among many settings on the text that it is reported on, so expect a little less.",
+        "The choice was made among many settings on the text that it is reported on, which flatters it a little.",
     ]
     if calibration is None:
         words.append("It is not certified: `twoscale calibrate` certifies a setting on text of its own.")
@@ -197,13 +197,13 @@ def _use(point: Point, loops: int, calibration: Mapping[str, Any] | None) -> str
     """How to ask for the recommended setting, and what `--exit auto` does."""
     family = point["family"]
     if family == "calibrated":
-        return "In use: `--exit auto`."
+        return "In use: `twoscale generate` and `eval` with `--exit auto`."
     if family in ("full", "fixed"):
         asked = f"--loops {loops if family == 'full' else int(point['setting'])}"
     else:
         asked = f"--exit {point['id']} --loops {loops}" if family not in ("fixed-one", "learned") else ""
     auto = "`--exit auto` takes the calibrated thresholds instead." if calibration is not None and any(calibration["rules"]) else ""
-    return " ".join(filter(None, (f"In use: `{asked}`." if asked else "", auto)))
+    return " ".join(filter(None, (f"In use: `twoscale generate` and `eval` with `{asked}`." if asked else "", auto)))
 
 
 def _oracles(sweep: Sweep) -> str:

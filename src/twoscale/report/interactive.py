@@ -10,6 +10,7 @@ from twoscale.report.style import GROUP_COLOURS, VARIANTS, VERDICT_COLOURS, chos
 
 Panel = tuple[str, go.Figure]
 HEIGHT = 330
+EARLY = 10  # loop steps that colours of a trajectory tell apart: later ones lie at one place where a loop settles
 
 
 def step_norms(run: RunFiles) -> list[Panel]:
@@ -80,7 +81,7 @@ def trajectories(run: RunFiles) -> list[Panel]:
             figure.add_scatter3d(
                 x=x, y=y, z=z, mode="lines+markers", name=run.labels[g], legendgroup=str(g),
                 showlegend=path is sequence["pca"]["paths"][0], line={"color": GROUP_COLOURS[g % len(GROUP_COLOURS)], "width": 2},
-                marker={"size": 3, "color": list(range(len(points))), "colorscale": "Viridis"},
+                marker={"size": 3, "color": list(range(len(points))), "colorscale": "Viridis", "cmin": 0, "cmax": EARLY},
                 hovertemplate=f"{token}, {run.labels[g]}, step %{{marker.color}}<extra></extra>",
             )  # fmt: skip
     share = sequence["pca"]["explained"]
@@ -91,7 +92,7 @@ def trajectories(run: RunFiles) -> list[Panel]:
         },
         margin={"l": 0, "r": 0, "t": 6, "b": 0}, height=460, legend={"orientation": "h"}, template="plotly_white",
     )  # fmt: skip
-    return [("all groups; markers go from dark (step 0) to light", figure)]
+    return [(f"all groups; markers go from violet (step 0) to yellow (step {EARLY} and later)", figure)]
 
 
 def verdict_map(run: RunFiles) -> list[Panel]:
