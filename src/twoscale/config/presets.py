@@ -72,8 +72,8 @@ def paper() -> RunConfig:
 def hops() -> RunConfig:
     """The task hops with P = 12 on one plain layer and a group of two at width 64: about a quarter of an hour on two cores.
 
-    The mean number of loops grows slowly: a second hop is found while a sample takes two to six steps, not where most of the loss comes from
-    steps that are out of reach. Accuracy comes with the falling rate of the last 1,300 steps.
+    The mean number of loops grows slowly: the second hop is found while a sample takes two to six steps, and not where most of the loss
+    comes from steps that are out of reach. Accuracy comes with the falling rate of the last 1,300 steps.
     """
     task = HopsConfig()
     return RunConfig(
