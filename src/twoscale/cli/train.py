@@ -139,9 +139,9 @@ def _fit_schedule(preset: RunConfig, args: list[str]) -> RunConfig:
     if preset.task == "none" or not (steps.isascii() and steps.isdigit() and int(steps)):
         return preset
     share = int(steps) / c.steps
-    shares = {name: int(getattr(c, name) * share) for name in ("warmup_steps", "loops_ramp")}
+    warmup, ramp = int(c.warmup_steps * share), int(c.loops_ramp * share)
     decay = None if c.decay_steps is None else max(1, int(c.decay_steps * share))
-    return replace(preset, train=replace(c, steps=int(steps), decay_steps=decay, **shares))
+    return replace(preset, train=replace(c, steps=int(steps), warmup_steps=warmup, loops_ramp=ramp, decay_steps=decay))
 
 
 def _like(preset: RunConfig, init: str) -> RunConfig:
