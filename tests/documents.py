@@ -23,8 +23,8 @@ SMALL_TRAINING = {
     "--model.block-size": "32",
 }  # fmt: skip
 SMALL_TASK = {
-    "--train.steps": "2", "--train.warmup-steps": "1", "--train.loops-ramp": "0", "--train.batch-size": "2", "--train.eval-sequences": "2",
-    "--train.staircase-samples": "4", "--train.staircase-loops": "2", "--train.compile": "off",
+    "--train.steps": "2", "--train.batch-size": "2", "--train.eval-sequences": "2", "--train.staircase-samples": "4",
+    "--train.staircase-loops": "2", "--train.geometry-interval": "0",
 }  # fmt: skip
 SMALL_SWEEP = {"--windows": "2", "--rounds": "1", "--loops": "4", "--taus": "0.1"}
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import twoscale
 from conftest import CommandLine, small_model
+from twoscale.cli.train import TrainArgs, parse_train
 from twoscale.config import HopsConfig, ObjectiveConfig, RunConfig, UserError, presets
 from twoscale.tasks import Carry, Hops, Staircase
 from twoscale.tasks.file import load_task, save_task, task_of
@@ -157,8 +158,8 @@ def test_staircase_file(tmp_path: Path) -> None:
 
 TINY = ("--hops.nodes", 4, "--hops.hops", 3, "--hops.queries", 2, "--model.n-embd", 16, "--model.n-head", 2, "--model.mean-loops", 3)
 QUICK = (
-    "--train.steps", 3, "--train.warmup-steps", 1, "--train.loops-ramp", 0, "--train.batch-size", 4, "--train.eval-sequences", 4,
-    "--train.staircase-samples", 16, "--train.staircase-loops", 4, "--train.compile", "off",
+    "--train.steps", 3, "--train.batch-size", 4, "--train.eval-sequences", 4, "--train.staircase-samples", 16, "--train.staircase-loops", 4,
+    "--train.geometry-interval", 0,
 )  # fmt: skip
 
 
@@ -177,12 +178,19 @@ def test_train_command(tmp_path: Path, cli: CommandLine) -> None:
     assert code == 0 and load_staircase(tmp_path / "run") == stairs
 
 
+def test_shorter_schedule() -> None:
+    """Fewer steps of a task's preset keep the shares of warm-up, growing loops and falling rate; a setting that is given stays."""
+    c = parse_train(["--task", "hops", "--train.steps", "360", "--train.loops-ramp", "7"], "twoscale train", TrainArgs).config.train
+    full = presets.hops().train
+    assert (c.steps, c.warmup_steps, c.decay_steps, c.loops_ramp) == (360, full.warmup_steps // 10, (full.decay_steps or 0) // 10, 7)
+
+
 @pytest.mark.parametrize("name", ["hops", "carry", "hops-paper"])
 def test_presets_train(name: str, tmp_path: Path) -> None:
     """Every task preset trains, and its weights take less than a megabyte in half precision."""
     config = presets.get(name)
     short = dataclasses.replace(
-        config.train, steps=2, warmup_steps=1, loops_ramp=0, batch_size=2, eval_sequences=2, staircase_samples=4, compile="off"
+        config.train, steps=2, warmup_steps=1, decay_steps=1, loops_ramp=0, batch_size=2, eval_sequences=2, staircase_samples=4
     )
     result = start_run(dataclasses.replace(config, train=short), tmp_path)
     assert result.finished and load_staircase(tmp_path) is not None
@@ -195,7 +203,7 @@ def task_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base, task = presets.hops(), HopsConfig(4, 3, 2)
     model = dataclasses.replace(base.model, vocab_size=task.vocab_size, block_size=task.length, n_embd=16, n_head=2, mean_loops=3)
     train = dataclasses.replace(
-        base.train, steps=2, warmup_steps=1, loops_ramp=0, batch_size=4, eval_sequences=4, staircase_samples=8, compile="off",
+        base.train, steps=2, warmup_steps=1, decay_steps=1, loops_ramp=0, batch_size=4, eval_sequences=4, staircase_samples=8,
         objective=ObjectiveConfig("every_step"),
     )  # fmt: skip
     run = tmp_path_factory.mktemp("task") / "run"

@@ -55,7 +55,7 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
     elif not chosen(args, "--resume", "") and task == preset.task == "none":
         preset = _fit_vocabulary(preset, args)
     if not chosen(args, "--resume", ""):
-        preset = _fit_batch(_named(preset, args), args)
+        preset = _fit_schedule(_fit_batch(_named(preset, args), args), args)
     parsed = parse(kind, args, prog, default=kind(config=preset))
     parsed = replace(parsed, config=_fit_task(parsed.config, args))
     if parsed.config.task != "none" and kind is not TrainArgs:
@@ -133,6 +133,17 @@ def _fit_batch(preset: RunConfig, args: list[str]) -> RunConfig:
     share = max(1, int(size) // int(os.environ.get("WORLD_SIZE", "1")))
     fits = max(n for n in range(1, min(micro, share) + 1) if share % n == 0)
     return replace(preset, train=replace(preset.train, batch_size=int(size), micro_batch_size=fits))
+
+
+def _fit_schedule(preset: RunConfig, args: list[str]) -> RunConfig:
+    """A task's preset with warm-up, growing loops and falling rate in their shares of the steps that are asked for."""
+    steps, c = chosen(args, "--train.steps", ""), preset.train
+    if preset.task == "none" or not (steps.isascii() and steps.isdigit() and int(steps)):
+        return preset
+    share = int(steps) / c.steps
+    warmup, ramp = int(c.warmup_steps * share), int(c.loops_ramp * share)
+    decay = None if c.decay_steps is None else max(1, int(c.decay_steps * share))
+    return replace(preset, train=replace(c, steps=int(steps), warmup_steps=warmup, loops_ramp=ramp, decay_steps=decay))
 
 
 def _like(preset: RunConfig, init: str) -> RunConfig:
