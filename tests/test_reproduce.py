@@ -10,10 +10,10 @@ import pytest
 from conftest import CommandLine
 from twoscale.cli.reproduce import EFFORTS, Effort
 from twoscale.interop.export import export
+from twoscale.report.build import report
 from twoscale.report.claims import judge
+from twoscale.report.exit_claims import judge_exits
 from twoscale.report.load import load_run
-from twoscale.report.page import write_report
-from twoscale.report.verdict import judge_exits
 
 NANO = (
     "reproduce",
@@ -68,7 +68,7 @@ def test_two_models(
     assert len(page) < 8_000_000
     code, again, err = cli(*NANO, "--with-bundled")
     assert code == 0 and again == out and "already written" in err
-    twice = write_report(tmp_path / "runs" / "nano", tmp_path / "runs" / "nano", out=tmp_path / "twice").read_text()
+    twice = report([tmp_path / "runs" / "nano"] * 2, tmp_path / "twice").path.read_text()
     assert "nano (nano)" in twice and "figures/run-1/" in twice and "figures/run-2/" in twice
 
 

@@ -17,9 +17,10 @@ from forked import Command
 from training import finish
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
-from twoscale.report.page import write_report
-from twoscale.report.verdict import judge_exits, recommend, signed
-from twoscale.report.words import sweep_text
+from twoscale.report.advice import recommend
+from twoscale.report.build import report
+from twoscale.report.exit_claims import judge_exits
+from twoscale.report.words import signed, sweep_text
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train import start_run
 
@@ -316,7 +317,7 @@ def test_recommendation() -> None:
 
 def test_page(swept: Path) -> None:
     """The report shows the trade-off with its figures, every point, claims (a) to (g) and what to use."""
-    page = write_report(swept).read_text()
+    page = report(swept).path.read_text()
     for name in ("against_tau", "tradeoff", "steps_taken", "hard_tokens"):
         assert f"<section id='{name}'>" in page and (swept / "report" / "figures" / f"{name}.png").stat().st_size > 10_000
     for letter in "abcdefg":
@@ -328,7 +329,7 @@ def test_page(swept: Path) -> None:
     assert page.count(measured_on) == 5 and "corpus.txt" in measured_on, (
         "the four figures of the sweep and the recommendation name their text"
     )
-    assert "These losses are of different parts of the held-out text" in page and "the default of 3 loops" in page
+    assert "These losses are of different tokens" in page and "the default of 3 loops" in page
 
 
 def test_eval(swept: Path, cli: CommandLine) -> None:

@@ -15,6 +15,7 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError
+from twoscale.config.words import group_label, plural
 from twoscale.report.style import step_share
 from twoscale.report.words import against_default, mean_steps
 
@@ -119,11 +120,10 @@ def summary(
 ) -> str:
     """Time, steps of each group and the loop work beside the default depth's, in one line."""
     n = len(steps)
-    words = [f"{n} tokens in {seconds:.2f} s, prompt included ({seconds / n * 1e3:.1f} ms a token)"]
+    words = [f"{plural(n, 'token')} in {seconds:.2f} s, prompt included ({seconds / n * 1e3:.1f} ms a token)"]
     if loops:
         means = [sum(s[g] for s in steps) / n for g in range(len(loops))]
-        names = ["-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in groups]
-        each = ", ".join(f"{mean:.1f} of {most} in {name}" for mean, most, name in zip(means, loops, names, strict=True))
+        each = ", ".join(f"{m:.1f} of {most} in {group_label(g, groups[g])}" for g, (m, most) in enumerate(zip(means, loops, strict=True)))
         work = against_default(mean_steps(means, [len(g) for g in groups]), mean_loops)
         words.append(f"mean steps {each}; {work}")
     words.append(f"keys and values held {held / 1e6:.1f} MB")

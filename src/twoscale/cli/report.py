@@ -26,7 +26,7 @@ class ReportArgs:
 def run(args: list[str]) -> int:
     given = parse(ReportArgs, args, "twoscale report")
 
-    from twoscale.report import report
+    from twoscale.report.build import report
 
     print(report(given.runs, out=given.out, progress=say).path)
     return 0

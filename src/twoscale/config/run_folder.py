@@ -63,6 +63,11 @@ class RunFolder:
         """The model that the run was converted from."""
         return self.path / "source.json"
 
+    @property
+    def task(self) -> Path:
+        """The task that it is trained on, in place of text."""
+        return self.path / "task.json"
+
     # -- training --------------------------------------------------------------------------------------------------
 
     @property
@@ -95,6 +100,11 @@ class RunFolder:
     def sequence_states(self) -> Path:
         """The `Trace` of that sequence."""
         return self.path / "trace" / "sequence.safetensors"
+
+    @property
+    def staircase(self) -> Path:
+        """Accuracy on its task by true depth and loop steps."""
+        return self.path / "staircase.json"
 
     @property
     def evaluation(self) -> Path:

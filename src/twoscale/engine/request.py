@@ -107,6 +107,8 @@ def loop_params(
     rules = plan(exit, config.n_groups)
     if any(isinstance(rule, Gate) for rule in rules) and not config.exit_gate:
         raise UserError("exits.Gate needs a model with a learned gate (exit_gate), and this one has none")
+    if any(isinstance(rule, Gate) for rule in rules[:-1]):
+        raise UserError(f"exits.Gate: only the last group has a gate, use {{{config.n_groups - 1}: Gate(...)}}")
     parse_kv(kv)
     return LoopParams(rules, config.loops_for(loops), kv, seed)
 

@@ -13,6 +13,7 @@ import gradio as gr
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.words import group_list, plural
 from twoscale.explore import figures
 from twoscale.explore.session import MAX_LOOPS, Inspection, Lane, Race, Session
 
@@ -68,8 +69,8 @@ def build(session: Session) -> gr.Blocks:
     answer = max(1, min(100, session.room - len(session.tokenizer.encode(PROMPT))))
     with gr.Blocks(title=f"{session.name} · twoscale", analytics_enabled=False) as page:
         gr.Markdown(
-            f"## Watch **{session.name}** think\n{_count(size)} parameters · loop groups {', '.join(session.groups)} · "
-            f"mean loops {c.mean_loops} · context {c.block_size} tokens. "
+            f"## Watch **{session.name}** think\n{_count(size)} parameters · loop groups {group_list(session.groups)} · "
+            f"default depth {plural(c.mean_loops, 'loop')} · context {plural(c.block_size, 'token')}. "
             f"Colours show how many loop steps each token took; click one to see why."
         )
         visit = gr.State(Visit())

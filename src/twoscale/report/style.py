@@ -13,6 +13,7 @@ VARIANTS = {
     "input": ("#666666", "x", "x"),
 }
 FAMILIES = {  # curve of a sweep -> (label, colour, matplotlib's marker, plotly's symbol); the paper's three rules in its colours
+    "full": ("full run", "#444444", ".", "circle"),
     "step-norm": ("step norm", "#0072B2", "o", "circle"),
     "kl": ("KL", "#E69F00", "s", "square"),
     "acceleration": ("acceleration", "#009E73", "^", "triangle-up"),

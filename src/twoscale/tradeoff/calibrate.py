@@ -21,6 +21,8 @@ import numpy as np
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.groups import format_groups
+from twoscale.config.words import group_label, plural
 from twoscale.exits.choose import main_setting
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import step_flops
@@ -116,8 +118,12 @@ def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[
 def certified_words(passed: int, settings: int, limit: float) -> str:
     """How far a fixed sequence of settings was tested: it stops at the first one that fails."""
     left = settings - passed - 1
-    rest = f"; the next one does not, and {left} were not tested" if left > 0 else "; the last one does not" if left == 0 else ""
-    return f"the first {passed} of {settings} settings keep the rise below {limit:g} nats{rest}"
+    untested = f"{left} {'was' if left == 1 else 'were'} not tested"
+    among, kept = plural(settings, "setting"), f"the rise below {limit:g} nats"
+    if passed == 0:
+        return f"the first of {among} does not keep {kept}" + (f", {untested}" if left > 0 else "")
+    rest = f"; the next one does not, and {untested}" if left > 0 else "; the last one does not" if left == 0 else ""
+    return f"the first {passed} of {among} keep {kept}{rest}" if passed > 1 else f"the first of {among} keeps {kept}{rest}"
 
 
 class Calibrator:
@@ -154,6 +160,7 @@ class Calibrator:
             "rules": [self._word(chosen, g) for g in self.groups],
             "loops": self.loops,
             "mean_loops": self.model.config.mean_loops,
+            "groups": [format_groups((layers,)) for layers in self.model.config.groups],
             "goal": {key: value for key, value in vars(goal).items() if value is not None},
             "delta": self.delta,
             "bound": chosen.bound if chosen is not None else 0.0,
@@ -195,7 +202,7 @@ class Calibrator:
             order = sorted(range(len(options)), key=lambda j: -options[j][0])
             costs.append([options[j] for j in order])
             grids[g] = [grid[j - 1] for j in order if j]
-            self.say(f"fit: group {g + 1} of {len(grids)}, {len(grid)} thresholds tried")
+            self.say(f"fit: {group_label(g, self.model.config.groups[g])}, {plural(len(grid), 'threshold')} tried")
         c = self.model.config
         work = [step_flops(c, g, self.texts.fit.ids.shape[1] // 2) for g in self.groups]
         return [
