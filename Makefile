@@ -42,13 +42,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("twoscale needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 
-# The constraints pin every version that was tested; torch above all, whose open range pulls gigabytes of CUDA packages.
+# The constraints pin every version that was tested; torch above all, whose open range pulls gigabytes of CUDA packages. What is imported is
+# compiled to bytecode then; compiling all of every package would take half of the time of an installation.
 $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable .
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
 	touch $@ $(VENV)/.core
 
 clean:
