@@ -92,12 +92,12 @@ def test_flops_decide_without_times() -> None:
 def test_savings_name_the_default() -> None:
     """A saving is quoted against mean_loops, by whole intervals: less, more or no difference; without such a point the full run is."""
 
-    def told(ms: tuple[float, float, float]) -> str:
+    def printed(ms: tuple[float, float, float]) -> str:
         return saving(a_point("kl:1", ms, 8.0), DEFAULT, "the default of 12 loops", "ms")
 
-    assert "(50 % less time than the default of 12 loops: 12.0 [11.9, 12.1] ms a token)" in told((5.9, 6.0, 6.1))
-    assert "(25 % more time than the default of 12 loops: " in told((14.0, 15.0, 16.0))
-    assert "(no measurable difference in time from the default of 12 loops: " in told((10.0, 11.0, 11.95))
+    assert "(50 % less time than the default of 12 loops: 12.0 [11.9, 12.1] ms a token)" in printed((5.9, 6.0, 6.1))
+    assert "(25 % more time than the default of 12 loops: " in printed((14.0, 15.0, 16.0))
+    assert "(no measurable difference in time from the default of 12 loops: " in printed((10.0, 11.0, 11.95))
     assert saving(DEFAULT, DEFAULT, "the default of 12 loops", "ms") == "12.0 [11.9, 12.1] ms a token, 12.0 steps (the default of 12 loops)"
     assert below(FULL, DEFAULT, "ms") is False and below(DEFAULT, FULL, "ms") is True
     assert recommend(a_sweep())[0].startswith("Use fixed:12: 12.0 [11.9, 12.1] ms a token, 12.0 steps (the default of 12 loops), dCE")

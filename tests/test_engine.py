@@ -110,8 +110,8 @@ def token_by_token(engine: Engine, rows: list[list[int]], **params: Any) -> tupl
     return [torch.stack(row) for row in logits], steps
 
 
-def draw_rows(data: st.DataObject, most: int = 4, longest: int = 14) -> list[list[int]]:
-    return data.draw(st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=longest), min_size=1, max_size=most))
+def draw_rows(data: st.DataObject, max_rows: int = 4, longest: int = 14) -> list[list[int]]:
+    return data.draw(st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=longest), min_size=1, max_size=max_rows))
 
 
 def model_of(layout: str, seed: int = 0) -> LoopedGPT:

@@ -94,13 +94,13 @@ def test_stop_and_callback() -> None:
     model = loud(small_model())
     free = twoscale.generate(model, PROMPTS, 10, loops=4)
     stop = free.tokens[0][2]
-    heard: list[tuple[int, int, tuple[int, ...]]] = []
-    gen = twoscale.generate(model, PROMPTS, 10, loops=4, stop=[stop], callback=lambda *event: heard.append(event))
+    calls: list[tuple[int, int, tuple[int, ...]]] = []
+    gen = twoscale.generate(model, PROMPTS, 10, loops=4, stop=[stop], callback=lambda *event: calls.append(event))
     for row, whole in enumerate(free.tokens):
         cut = whole[: whole.index(stop) + 1] if stop in whole else whole
         assert gen.tokens[row] == cut and gen.finish[row] == ("stop" if stop in whole else "length")
-        assert [t for r, t, _ in heard if r == row] == cut
-    assert [s for r, _, s in heard if r == 1] == gen.steps[1]
+        assert [t for r, t, _ in calls if r == row] == cut
+    assert [s for r, _, s in calls if r == 1] == gen.steps[1]
 
 
 def test_sampling() -> None:

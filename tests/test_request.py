@@ -108,10 +108,10 @@ def test_logprobs() -> None:
     gen = twoscale.generate(model, [[1, 2, 3]], 5, logprobs=3)
     logits = twoscale.forward(model, [[1, 2, 3, *gen.tokens[0][:-1]]]).logits[0, 2:]
     assert gen.logprobs is not None
-    for token, noted, row in zip(gen.tokens[0], gen.logprobs[0], logits.log_softmax(-1), strict=True):
-        assert noted[0][0] == token and len(noted) == 4
-        assert all(abs(value - float(row[t])) < 1e-4 for t, value in noted)
-        assert [t for t, _ in noted[1:]] == row.topk(3).indices.tolist()
+    for token, entries, row in zip(gen.tokens[0], gen.logprobs[0], logits.log_softmax(-1), strict=True):
+        assert entries[0][0] == token and len(entries) == 4
+        assert all(abs(value - float(row[t])) < 1e-4 for t, value in entries)
+        assert [t for t, _ in entries[1:]] == row.topk(3).indices.tolist()
 
 
 def test_rewind() -> None:

@@ -44,9 +44,9 @@ def test_cancelled(policy: str) -> None:
         scheduler.add(request)
     chance = random.Random(1)
     vanish = {3: chance.randrange(1, 40), 4: 0, 7: chance.randrange(1, 40), 11: 1}
-    for turn in range(20_000):
+    for number in range(20_000):
         for i, when in vanish.items():
-            if turn == when:
+            if number == when:
                 requests[i].cancelled = True
         if not scheduler.step():
             break

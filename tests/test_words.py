@@ -90,7 +90,7 @@ def test_counts_and_groups() -> None:
 # -- calibration ------------------------------------------------------------------------------------------------------
 
 
-def told(**changes: Any) -> str:
+def printed(**changes: Any) -> str:
     return " ".join(calibration_sentences(a_calibration(**changes), None))
 
 
@@ -98,26 +98,26 @@ def test_calibration_compares_what_was_certified_alike() -> None:
     """The result stands beside a single threshold and a fixed depth certified to the same limit: fewer, more, or no difference, by the
     paired interval; of two equals the fixed depth is the simpler choice."""
     lead = "A single threshold for all groups certified to the same limit of 0.005 nats (acceleration:3.0) takes 5.47 steps, dCE +0.0010: "
-    assert f"{lead}no difference in steps (-0.060 [-0.160, +0.040] steps)." in told()
-    assert f"{lead}the calibrated thresholds take fewer (-0.060 [-0.070, -0.050] steps)." in told(d_single=apart(-0.06, 0.01))
-    assert f"{lead}the calibrated thresholds take more (+0.060 [+0.050, +0.070] steps)." in told(d_single=apart(0.06, 0.01))
-    assert "30.00 steps" not in told() and "all loops" not in told()
+    assert f"{lead}no difference in steps (-0.060 [-0.160, +0.040] steps)." in printed()
+    assert f"{lead}the calibrated thresholds take fewer (-0.060 [-0.070, -0.050] steps)." in printed(d_single=apart(-0.06, 0.01))
+    assert f"{lead}the calibrated thresholds take more (+0.060 [+0.050, +0.070] steps)." in printed(d_single=apart(0.06, 0.01))
+    assert "30.00 steps" not in printed() and "all loops" not in printed()
     lead = "A fixed depth for all tokens certified to the same limit of 0.005 nats (fixed:5) takes 5.00 steps, dCE +0.0010: "
     assert (
         f"{lead}the calibrated thresholds take more (+0.410 [+0.310, +0.510] steps); by steps the fixed depth is the better choice."
-        in told()
+        in printed()
     )
-    assert f"{lead}no difference in steps (+0.010 [-0.090, +0.110] steps); the fixed depth is the simpler choice." in told(
+    assert f"{lead}no difference in steps (+0.010 [-0.090, +0.110] steps); the fixed depth is the simpler choice." in printed(
         d_fixed=apart(0.01, 0.1)
     )
-    assert f"{lead}the calibrated thresholds take fewer (-0.500 [-0.600, -0.400] steps)." in told(d_fixed=apart(-0.5, 0.1))
-    assert "no difference in steps (+0.000 [+0.000, +0.001] steps)" in told(
+    assert f"{lead}the calibrated thresholds take fewer (-0.500 [-0.600, -0.400] steps)." in printed(d_fixed=apart(-0.5, 0.1))
+    assert "no difference in steps (+0.000 [+0.000, +0.001] steps)" in printed(
         d_single={"steps": 0.0004, "steps_low": 1e-5, "steps_high": 0.001}
     )
-    assert "no difference in steps (+0.000 [+0.000, +0.000] steps)" in told(d_single=apart(-0.0, 0.0)), "zero has no minus"
-    dear = told(d_fixed=apart(-0.5, 0.1), calibrated=a_setting(4.5, flops=9e6))
+    assert "no difference in steps (+0.000 [+0.000, +0.000] steps)" in printed(d_single=apart(-0.0, 0.0)), "zero has no minus"
+    dear = printed(d_fixed=apart(-0.5, 0.1), calibrated=a_setting(4.5, flops=9e6))
     assert "take fewer (-0.500 [-0.600, -0.400] steps), but 80 % more FLOPs with the rule's own work." in dear
-    few = told(clusters={"fit": 1, "certify": 5, "report": 3}, d_single=apart(-0.06, 0.01))
+    few = printed(clusters={"fit": 1, "certify": 5, "report": 3}, d_single=apart(-0.06, 0.01))
     assert (
         "too little text to tell a difference (-0.060 [-0.070, -0.050] steps)." in few
         and "Too little text to tell a difference in steps from the default of 12 loops." in few
@@ -127,41 +127,41 @@ def test_calibration_compares_what_was_certified_alike() -> None:
 
 def test_calibration_beside_the_default() -> None:
     """Steps are quoted against the default depth, which is named: fewer, more or no difference."""
-    assert "That is 55 % fewer steps than the default of 12 loops." in told()
-    assert "That is 17 % more steps than the default of 12 loops." in told(calibrated=a_setting(14.0), d_default=apart(2.0, 0.1))
-    assert "No difference in steps from the default of 12 loops." in told(calibrated=a_setting(11.5), d_default=apart(-0.5, 0.6))
-    assert "The default of 40 loops takes 40 steps." in told(mean_loops=40, d_default=None), "beyond the loops that were measured"
+    assert "That is 55 % fewer steps than the default of 12 loops." in printed()
+    assert "That is 17 % more steps than the default of 12 loops." in printed(calibrated=a_setting(14.0), d_default=apart(2.0, 0.1))
+    assert "No difference in steps from the default of 12 loops." in printed(calibrated=a_setting(11.5), d_default=apart(-0.5, 0.6))
+    assert "The default of 40 loops takes 40 steps." in printed(mean_loops=40, d_default=None), "beyond the loops that were measured"
 
 
 def test_calibration_says_what_it_could_not_certify() -> None:
     """Without a certified setting, single threshold or fixed depth the sentence says so; nothing is compared with all loops."""
-    assert "No single threshold for all groups could be certified to the same limit of 0.005 nats." in told(single=a_setting(30.0, None))
-    assert "No fixed depth for all tokens could be certified to the same limit of 0.005 nats." in told(fixed=a_setting(30.0, None))
-    none = told(rules=[None], bound=0.0, calibrated=a_setting(30.0), single=a_setting(30.0, None), d_default=apart(18.0, 0.0))
+    assert "No single threshold for all groups could be certified to the same limit of 0.005 nats." in printed(single=a_setting(30.0, None))
+    assert "No fixed depth for all tokens could be certified to the same limit of 0.005 nats." in printed(fixed=a_setting(30.0, None))
+    none = printed(rules=[None], bound=0.0, calibrated=a_setting(30.0), single=a_setting(30.0, None), d_default=apart(18.0, 0.0))
     assert none.startswith("No setting could be certified, so every group runs all its loops") and "Certified on" not in none
     assert (
         "No single threshold" not in none
         and "all loops take more (+0.410" in none
         and "150 % more steps than the default of 12 loops" in none
     )
-    assert told(bound=float("inf")).startswith("No bound can be given: 900 tokens (11 documents) from the certify part")
-    assert told().startswith(
+    assert printed(bound=float("inf")).startswith("No bound can be given: 900 tokens (11 documents) from the certify part")
+    assert printed().startswith(
         "Certified on 900 tokens (11 documents) from the certify part of the held-out text of builtin: the loss lies no more than "
     )
-    assert "than 0.0031 nats a token above the loss at 30 loops (confidence 95 %)." in told() and "over all" not in told()
-    assert "On 800 tokens (10 documents) from the report part of the held-out text of builtin, which neither" in told()
+    assert "than 0.0031 nats a token above the loss at 30 loops (confidence 95 %)." in printed() and "over all" not in printed()
+    assert "On 800 tokens (10 documents) from the report part of the held-out text of builtin, which neither" in printed()
 
 
 def test_speed_goals_compare_losses() -> None:
     """Where steps or ms were asked for, settings chosen for the same goal are compared by their loss."""
     goal = {"goal": {"mean_steps": 6.0}}
     lead = "A single threshold for all groups chosen for the same goal (acceleration:3.0) takes 5.47 steps, dCE +0.0010: "
-    assert f"{lead}no difference in loss (+0.0000 [-0.0010, +0.0010] nats)." in told(**goal)
-    assert "have a lower loss (-0.0020 [-0.0030, -0.0010] nats)." in told(**goal, d_single=apart(-0.002, 0.001, "ce"))
-    assert "have a higher loss (+0.0020 [+0.0010, +0.0030] nats); by loss the fixed depth is the better" in told(
+    assert f"{lead}no difference in loss (+0.0000 [-0.0010, +0.0010] nats)." in printed(**goal)
+    assert "have a lower loss (-0.0020 [-0.0030, -0.0010] nats)." in printed(**goal, d_single=apart(-0.002, 0.001, "ce"))
+    assert "have a higher loss (+0.0020 [+0.0010, +0.0030] nats); by loss the fixed depth is the better" in printed(
         **goal, d_fixed=apart(0.002, 0.001, "ce")
     )
-    assert "No fixed depth for all tokens could be chosen for the same goal." in told(**goal, fixed=a_setting(30.0, None))
+    assert "No fixed depth for all tokens could be chosen for the same goal." in printed(**goal, fixed=a_setting(30.0, None))
 
 
 def test_older_calibrations() -> None:

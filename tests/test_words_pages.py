@@ -48,11 +48,11 @@ def test_tables_name_their_text() -> None:
 
 def test_sweep_lines() -> None:
     """The command's table names its text and the default depth, and rules whose thresholds tell nothing."""
-    told = sweep_lines(a_sweep())
-    assert told.startswith(
+    printed = sweep_lines(a_sweep())
+    assert printed.startswith(
         "step-1, 6,144 tokens (23 pieces of documents) from the report part of the held-out text; dCE against all 30 loops"
     )
-    assert "; the default of 12 loops is the point fixed:12\n" in told
+    assert "; the default of 12 loops is the point fixed:12\n" in printed
     assert "; the default of 7 loops was not swept\n" in sweep_lines(a_sweep(mean_loops=7))
     assert "; the default of 30 loops is the point full\n" in sweep_lines(a_sweep(mean_loops=30)) and "default" not in sweep_lines(
         a_sweep(mean_loops=None)
@@ -78,10 +78,10 @@ def test_eval_lines() -> None:
 def test_generate_summary() -> None:
     """The closing line of `generate` quotes loop work against the default depth, layers counted, less, more or as much."""
     groups = [(4,), (5, 6)]
-    told = summary([(3, 6), (5, 6)], (30, 30), groups, 12, 2.0, 1_000_000)
-    assert told.startswith("2 tokens in 2.00 s, prompt included (1000.0 ms a token); ")
-    assert "; mean steps 4.0 of 30 in group 1 (layer 4), 6.0 of 30 in group 2 (layers 5-6); " in told
-    assert "; 56 % less loop work than the default of 12 loops; keys and values held 1.0 MB" in told  # (4 + 2 x 6) / 36
+    printed = summary([(3, 6), (5, 6)], (30, 30), groups, 12, 2.0, 1_000_000)
+    assert printed.startswith("2 tokens in 2.00 s, prompt included (1000.0 ms a token); ")
+    assert "; mean steps 4.0 of 30 in group 1 (layer 4), 6.0 of 30 in group 2 (layers 5-6); " in printed
+    assert "; 56 % less loop work than the default of 12 loops; keys and values held 1.0 MB" in printed  # (4 + 2 x 6) / 36
     assert "; 150 % more loop work than the default of 12 loops;" in summary([(30, 30)], (30, 30), groups, 12, 1.0, 0)
     assert "; as much loop work as the default of 12 loops;" in summary([(12, 12)], (12, 12), groups, 12, 1.0, 0)
     assert "loop work" not in summary([()], (), [], 12, 1.0, 0) and summary([()], (), [], 12, 1.0, 0).startswith("1 token in")

@@ -42,11 +42,11 @@ class CalibrateArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(CalibrateArgs, args, "twoscale calibrate")
+    parsed = parse(CalibrateArgs, args, "twoscale calibrate")
 
     from twoscale.api import calibrate
 
-    print(describe(calibrate(given.run, **options(given), progress=say).record))
+    print(describe(calibrate(parsed.run, **options(parsed), progress=say).record))
     return 0
 
 

@@ -81,8 +81,10 @@ def run(args: list[str]) -> int:
         raise UserError("the prompt is empty: give at least one character")
     if len(ids) > c.block_size:
         raise UserError(f"the prompt has {len(ids)} tokens, the model's context {c.block_size}: shorten it")
-    exit, most = chosen_exit(folder, options.exit, options.loops if len(options.loops) > 1 else options.loops[0] if options.loops else None)
-    loops = c.loops_for(most)
+    exit, max_loops = chosen_exit(
+        folder, options.exit, options.loops if len(options.loops) > 1 else options.loops[0] if options.loops else None
+    )
+    loops = c.loops_for(max_loops)
     color = options.color == "always" or (options.color == "auto" and sys.stdout.isatty())
     stream = Stream(
         tokenizer, ids, "" if options.prompt == "-" else options.prompt, loops if color else (), options.stop, options.stop_token_ids
@@ -123,7 +125,9 @@ def summary(
     words = [f"{plural(n, 'token')} in {seconds:.2f} s, prompt included ({seconds / n * 1e3:.1f} ms a token)"]
     if loops:
         means = [sum(s[g] for s in steps) / n for g in range(len(loops))]
-        each = ", ".join(f"{m:.1f} of {most} in {group_label(g, groups[g])}" for g, (m, most) in enumerate(zip(means, loops, strict=True)))
+        each = ", ".join(
+            f"{m:.1f} of {max_loops} in {group_label(g, groups[g])}" for g, (m, max_loops) in enumerate(zip(means, loops, strict=True))
+        )
         work = against_default(mean_steps(means, [len(g) for g in groups]), mean_loops)
         words.append(f"mean steps {each}; {work}")
     words.append(f"keys and values held {held / 1e6:.1f} MB")

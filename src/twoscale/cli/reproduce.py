@@ -202,13 +202,13 @@ def _report_stage(runs: list[Path]) -> int:
     files = [p for f in folders for p in (f.geometry, f.evaluation, f.sequence, f.sweep, f.calibration, f.samples)]
     made_from = [path for path in files if path.exists()]
     page, shown = _page(runs), [str(run.resolve()) for run in runs]
-    noted = ReportFolder(page.parent).runs
-    same = noted.exists() and read_json(noted) == shown
+    runs_file = ReportFolder(page.parent).runs
+    same = runs_file.exists() and read_json(runs_file) == shown
     if same and page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
         say("already written")
         return 0
     report(runs, page.parent, progress=lambda line: say(f"  {line}"))
-    write_json(noted, shown)
+    write_json(runs_file, shown)
     return 0
 
 

@@ -43,11 +43,11 @@ class SweepArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(SweepArgs, args, "twoscale sweep")
+    parsed = parse(SweepArgs, args, "twoscale sweep")
 
     from twoscale.api import sweep
 
-    found = sweep(given.run, **options(given), progress=say)
+    found = sweep(parsed.run, **options(parsed), progress=say)
     if is_main_process():
         print(table(found))
     return 0

@@ -82,8 +82,8 @@ def _named(preset: RunConfig, args: list[str]) -> RunConfig:
     out = chosen(args, "--out", "")
     if not out:
         return preset
-    there = _run_in(out)
-    return replace(preset, name=there.name if there is not None else Path(out).resolve().name or preset.name)
+    existing = _run_in(out)
+    return replace(preset, name=existing.name if existing is not None else Path(out).resolve().name or preset.name)
 
 
 def _run_in(out: str) -> RunConfig | None:
@@ -96,7 +96,7 @@ def _run_in(out: str) -> RunConfig | None:
 
 def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
     """The preset with the vocabulary that the data have, or the run that is there; --model.vocab-size still comes before it."""
-    there = _run_in(chosen(args, "--out", f"runs/{chosen(args, '--name', preset.name)}"))
+    existing = _run_in(chosen(args, "--out", f"runs/{chosen(args, '--name', preset.name)}"))
     data, known = preset.data, 0
     tokenizer, size = chosen(args, "--data.tokenizer", data.tokenizer), chosen(args, "--data.bpe-vocab", "")
     if folder := chosen(args, "--data-dir", ""):
@@ -109,8 +109,8 @@ def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
         known, data = Tokenizer.load(Path(tokenizer).expanduser()).vocab_size, replace(data, tokenizer=tokenizer)
     else:
         data = replace(data, tokenizer=tokenizer, bpe_vocab=int(size) if size.isascii() and size.isdigit() else data.bpe_vocab)
-    size_there = 0 if there is None else there.model.vocab_size
-    return replace(preset, data=data, model=replace(preset.model, vocab_size=max(known, data.vocab_size or 0, size_there)))
+    existing_vocab = 0 if existing is None else existing.model.vocab_size
+    return replace(preset, data=data, model=replace(preset.model, vocab_size=max(known, data.vocab_size or 0, existing_vocab)))
 
 
 def _fit_task(config: RunConfig, args: list[str]) -> RunConfig:

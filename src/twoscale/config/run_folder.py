@@ -166,8 +166,8 @@ class ReportFolder:
 def check_run(folder: Path) -> Path:
     """The folder, unless it holds a model by itself: that is refused with a word on how to make a run of it."""
     if (folder / CONFIG).exists() and (folder / MODEL).exists() and not RunFolder(folder).is_run:
-        made = f"twoscale convert {folder} --out runs/{folder.resolve().name}"
-        raise UserError(f"{folder} is a model, not a run: make a run of it with `{made}`")
+        command = f"twoscale convert {folder} --out runs/{folder.resolve().name}"
+        raise UserError(f"{folder} is a model, not a run: make a run of it with `{command}`")
     return folder
 
 

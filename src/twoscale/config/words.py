@@ -9,12 +9,12 @@ PARTS = {  # part of the held-out text -> words
     "all": "spread over all held-out text",
 }
 UNITS = {"documents": "document", "pieces": "piece of a document", "windows": "window"}
-MANY = {"piece of a document": "pieces of documents"}
+IRREGULAR_PLURALS = {"piece of a document": "pieces of documents"}
 
 
 def plural(n: int, noun: str) -> str:
     """A count with its noun: `1 loop`, `30 loops`, `1,024 tokens`."""
-    return f"{n:,} {noun if n == 1 else MANY.get(noun, noun + 's')}"
+    return f"{n:,} {noun if n == 1 else IRREGULAR_PLURALS.get(noun, noun + 's')}"
 
 
 def all_loops(n: int) -> str:

@@ -68,8 +68,8 @@ def convert(
     elif loops is not None:
         model.config = dataclasses.replace(model.config, mean_loops=loops)
     model.config = _shortened(model.config, block_size)
-    made = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
-    settings = made if data_dir is None else prepared_config(data_dir)
+    prepared = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
+    settings = prepared if data_dir is None else prepared_config(data_dir)
     if data_dir is not None and Tokenizer.load(data_dir).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data_dir} was made with another tokenizer than the model's: prepare the text with --tokenizer {folder}")
     aside = out.parent / f".{out.name}.{os.getpid()}.tmp"
@@ -104,8 +104,8 @@ def convert(
 def converted_from(run: Path, source: str | Path) -> bool:
     """Whether a run was made of this model."""
     source_file = RunFolder(run).source
-    noted = read_json(source_file) if source_file.exists() else {}
-    return isinstance(noted, dict) and noted.get("config") == fingerprint(find(source) / ckpt.CONFIG)
+    recorded = read_json(source_file) if source_file.exists() else {}
+    return isinstance(recorded, dict) and recorded.get("config") == fingerprint(find(source) / ckpt.CONFIG)
 
 
 def suggested_groups(n_layer: int) -> str:

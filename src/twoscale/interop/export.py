@@ -184,8 +184,8 @@ class Companions:
 
 def _exported(folder: Path) -> bool:
     """Whether a folder holds an export."""
-    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
-    return isinstance(given, dict) and read_exported(given) is not None
+    settings = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
+    return isinstance(settings, dict) and read_exported(settings) is not None
 
 
 def _text(path: Path, text: str) -> None:

@@ -49,16 +49,16 @@ def baseline(sweep: Sweep) -> tuple[Point, str]:
 
 def saving(point: Point, base: Point, against: str, cost: str) -> str:
     """What a point costs, beside the default depth: less, more, or no difference."""
-    told = f"{cost_words(point, cost)}, {point['mean_steps']:.1f} steps"
+    described = f"{cost_words(point, cost)}, {point['mean_steps']:.1f} steps"
     if point is base:
-        return f"{told} ({against})"
+        return f"{described} ({against})"
     less, more = below(point, base, cost), below(base, point, cost)
     words, what = change(point[cost], base[cost]) if less or more else "", "time" if cost == "ms" else "FLOPs"
     if words:
-        return f"{told} ({words} {what} than {against}: {cost_words(base, cost)})"
+        return f"{described} ({words} {what} than {against}: {cost_words(base, cost)})"
     counted = cost == "ms" and (below(point, base, "flops") or below(base, point, "flops"))
     work = f"; {change(point['flops'], base['flops'], 'fewer')} FLOPs" if counted else ""
-    return f"{told} (no measurable difference in {what} from {against}: {cost_words(base, cost)}{work})"
+    return f"{described} (no measurable difference in {what} from {against}: {cost_words(base, cost)}{work})"
 
 
 # -- the words ---------------------------------------------------------------------------------------------------
@@ -99,35 +99,37 @@ def _measured(sweep: Sweep) -> str:
 
 def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice) -> tuple[str, list[str]]:
     """The recommendation on the sweep's text alone."""
-    told = {id(p): _told(sweep, p, p, sweep.header["tokens"]) for p in (choice.pick, choice.fixed, choice.rule) if p is not None}
+    described = {id(p): _described(sweep, p, p, sweep.header["tokens"]) for p in (choice.pick, choice.fixed, choice.rule) if p is not None}
     words = [
-        f"For this model use {told[id(choice.pick)]}. Compared are settings whose CE rises by no more than {FLAT} nats on the sweep's "
+        f"For this model use {described[id(choice.pick)]}. Compared are settings whose CE rises by no more than {FLAT} nats on the sweep's "
         f"text, by the whole interval.",
-        _rivals(sweep, choice, told),
+        _rivals(sweep, choice, described),
         "The choice was made among many settings on the text that it is reported on, which flatters it a little.",
     ]
     if calibration is None:
         words.append("It is not certified: `twoscale calibrate` certifies a setting on text of its own.")
     else:
         words.append(f"It is not certified: {why_not_certified(sweep, calibration)}.")
-    return f"Use {told[id(choice.pick)]}; chosen on these tokens, not certified.", [words[0], " ".join(words[1:])]
+    return f"Use {described[id(choice.pick)]}; chosen on these tokens, not certified.", [words[0], " ".join(words[1:])]
 
 
 def _certified_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> tuple[str, list[str]]:
     """The recommendation among what a calibration certified, and why the sweep alone may choose otherwise."""
     loops, tokens, limit = sweep.header["loops"], calibration["tokens"]["report"], calibration["goal"]["max_dce"]
-    told = {id(p): _told(sweep, p, _reported(p, calibration), tokens) for p in (choice.pick, choice.fixed, choice.rule) if p is not None}
+    described = {
+        id(p): _described(sweep, p, _reported(p, calibration), tokens) for p in (choice.pick, choice.fixed, choice.rule) if p is not None
+    }
     bound = (
         f"the loss lies no more than {limit:g} nats a token above the loss at {plural(loops, 'loop')} ({confidence(calibration)})"
         if choice.pick["family"] != "full"
         else "it is the full run itself"
     )
     words = [
-        f"For this model use {told[id(choice.pick)]}. It is certified on {calibration_text(calibration, 'certify')}: {bound}.",
-        _rivals(sweep, choice, told),
+        f"For this model use {described[id(choice.pick)]}. It is certified on {calibration_text(calibration, 'certify')}: {bound}.",
+        _rivals(sweep, choice, described),
         _beside(sweep, calibration, choice),
     ]
-    return f"Use {told[id(choice.pick)]}; certified: {bound}.", words
+    return f"Use {described[id(choice.pick)]}; certified: {bound}.", words
 
 
 def _reported(point: Point, calibration: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -138,7 +140,7 @@ def _reported(point: Point, calibration: Mapping[str, Any]) -> Mapping[str, Any]
     return next((found[name] for name in ("fixed", "default") if found.get(name, {}).get("rule") == point["id"]), None)
 
 
-def _told(sweep: Sweep, point: Point, quality: Mapping[str, Any] | None, tokens: int) -> str:
+def _described(sweep: Sweep, point: Point, quality: Mapping[str, Any] | None, tokens: int) -> str:
     """A point with its cost and its quality, on so many tokens."""
     loops, (base, against) = sweep.header["loops"], baseline(sweep)
     words = f"{name_of(point, loops)}: {saving(point, base, against, sweep.cost)}"
@@ -147,7 +149,7 @@ def _told(sweep: Sweep, point: Point, quality: Mapping[str, Any] | None, tokens:
     return f"{words}, dCE {rise(quality)} nats against {all_loops(loops)} on {plural(tokens, 'token')}"
 
 
-def _rivals(sweep: Sweep, choice: Choice, told: Mapping[int, str]) -> str:
+def _rivals(sweep: Sweep, choice: Choice, described: Mapping[int, str]) -> str:
     """The best rule beside the best fixed depth."""
     rule, fixed, loops, cost = choice.rule, choice.fixed, sweep.header["loops"], sweep.cost
     if rule is None:
@@ -156,12 +158,16 @@ def _rivals(sweep: Sweep, choice: Choice, told: Mapping[int, str]) -> str:
         return f"No rule that was tried keeps CE within {FLAT} nats by its whole interval."
     what, other = "time" if cost == "ms" else "FLOPs", name_of(fixed, loops)
     if choice.certified:
-        lead, they, none = f"Certified to the same limit: {told[id(rule)]};", "they cost", "these thresholds save nothing"
+        lead, they, none = f"Certified to the same limit: {described[id(rule)]};", "they cost", "these thresholds save nothing"
     else:
-        lead, they, none = f"The best rule of the same quality is {told[id(rule)]};", "it costs", "no rule that was tried saves anything"
+        lead, they, none = (
+            f"The best rule of the same quality is {described[id(rule)]};",
+            "it costs",
+            "no rule that was tried saves anything",
+        )
     if choice.pick is rule:
         same = "certified to the same limit" if choice.certified else "of the same quality"
-        return f"The best fixed depth {same} is {told[id(fixed)]}; it costs more, by whole intervals."
+        return f"The best fixed depth {same} is {described[id(fixed)]}; it costs more, by whole intervals."
     if below(fixed, rule, cost):
         return f"{lead} {they} more than {other}, so on this model {none} over a fixed depth."
     which = "thresholds" if choice.certified else "rule"
@@ -176,7 +182,7 @@ def _beside(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> str
         return f"The sweep alone, with a limit of {FLAT} nats on {tokens}, would choose the same."
     mine, certify = name_of(choice.pick, loops), plural(calibration["tokens"]["certify"], "token")
     return (
-        f"The sweep alone would choose {_told(sweep, alone, alone, sweep.header['tokens'])}. That is no second recommendation: its "
+        f"The sweep alone would choose {_described(sweep, alone, alone, sweep.header['tokens'])}. That is no second recommendation: its "
         f"limit is {FLAT} nats, on {tokens} on which it was also chosen among many settings; {mine} is held to {limit:g} nats, on "
         f"{certify} of other documents, by a test ({confidence(calibration)}) that allows for the number of settings that were tried."
     )

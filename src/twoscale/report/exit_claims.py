@@ -47,11 +47,11 @@ def _kl(sweep: Sweep) -> Claim:
         f"Why it is slower is not part of the rule."
     )
     points = [p for tau in (1e-5, 1e-4, 1e-3, 1e-2) if (p := _at(sweep, "kl", tau)) is not None]
-    there, others = _at(sweep, "kl", 1e-3), [p for f in ("fixed", "full") for p in sweep.family(f) if p.get("ms") is not None]
-    if len(points) < 4 or there is None or there.get("ms") is None or len(others) < 2:
+    point, others = _at(sweep, "kl", 1e-3), [p for f in ("fixed", "full") for p in sweep.family(f) if p.get("ms") is not None]
+    if len(points) < 4 or point is None or point.get("ms") is None or len(others) < 2:
         return Claim("f", text, rule, "not measured: sweep kl at the paper's thresholds", "undecided")
-    plain = _line([p["mean_steps"] for p in others], [p["ms"] for p in others], there["mean_steps"])
-    ratio, low, high = (there[key] / plain for key in ("ms", "ms_low", "ms_high"))
+    plain = _line([p["mean_steps"] for p in others], [p["ms"] for p in others], point["mean_steps"])
+    ratio, low, high = (point[key] / plain for key in ("ms", "ms_low", "ms_high"))
     worst = max(points, key=lambda p: p["dce_high"])
     outcome: Outcome = "undecided"
     if worst["dce_high"] <= FLAT and low >= 1.1 and sweep.rounds >= ROUNDS:
@@ -59,8 +59,8 @@ def _kl(sweep: Sweep) -> Claim:
     elif max(p["dce_low"] for p in points) > FLAT or (high < 1.02 and sweep.rounds >= ROUNDS):
         outcome = "refuted"
     measured = (
-        f"{ratio:.2f} [{low:.2f}, {high:.2f}] times what {there['mean_steps']:.1f} steps take without a rule "
-        f"(its looks, which read the head after each step, are {100 * there['flops_looks'] / there['flops']:.0f} % of its FLOPs); "
+        f"{ratio:.2f} [{low:.2f}, {high:.2f}] times what {point['mean_steps']:.1f} steps take without a rule "
+        f"(its looks, which read the head after each step, are {100 * point['flops_looks'] / point['flops']:.0f} % of its FLOPs); "
         f"highest upper end of dCE {signed(worst['dce_high'])}, at tau = {worst['setting']:g}"
     )
     return Claim("f", text, rule, measured, outcome)

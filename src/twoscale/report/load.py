@@ -107,7 +107,7 @@ def load_run(folder: Path) -> RunFiles:
     if not geometry:
         raise UserError(f"{folder} has no {files.geometry.name}: run `twoscale trace {folder}` first")
     sweep = read_sweep(files.sweep, config.model.mean_loops)
-    made = _optional(files.source) or {}
+    source = _optional(files.source) or {}
     return RunFiles(
         folder,
         config,
@@ -118,9 +118,9 @@ def load_run(folder: Path) -> RunFiles:
         sweep,
         read_calibration_of(folder, sweep),
         _samples(folder, sweep),
-        recipe=made.get("recipe", True) is True,
-        converted=bool(made),
-        trained_on=on if isinstance(on := made.get("trained_on"), str) else None,
+        recipe=source.get("recipe", True) is True,
+        converted=bool(source),
+        trained_on=on if isinstance(on := source.get("trained_on"), str) else None,
     )
 
 

@@ -105,8 +105,8 @@ def run_html(run: RunFiles, figures: str, prefix: str = "") -> str:
         body += [sweep_table(run.sweep), token_table(slowest_of(run.sweep)) if any(e.name == "hard_tokens" for e in entries) else ""]
     body += ["<h2>The paper's claims on this run</h2>", _claims(claims)]
     if words:
-        told = "".join(f"<p>{prose(paragraph)}</p>" for paragraph in words.split("\n\n"))
-        body.append(f"<h2>What to use</h2><div id='{prefix}recommendation'>{told}</div>")
+        paragraphs = "".join(f"<p>{prose(paragraph)}</p>" for paragraph in words.split("\n\n"))
+        body.append(f"<h2>What to use</h2><div id='{prefix}recommendation'>{paragraphs}</div>")
     return "".join(body) + "<h2>Set-up</h2>" + _setup(run)
 
 

@@ -137,8 +137,8 @@ def samples_section(found: dict[str, Any], choice: Choice | None) -> str:
         spans = []
         for piece, steps in sample["tokens"]:
             colour = step_colour((sum(steps) / max(1, len(steps)) - low) / max(1e-9, high - low))
-            told = " / ".join(str(int(k)) for k in steps)
-            spans.append(f"<span class='tok' style='background:{colour}' title='{told} steps'>{html.escape(str(piece))}</span>")
+            steps_text = " / ".join(str(int(k)) for k in steps)
+            spans.append(f"<span class='tok' style='background:{colour}' title='{steps_text} steps'>{html.escape(str(piece))}</span>")
         texts.append(f"<div class='sample'><span class='given'>{html.escape(str(sample['prompt']))}</span>{''.join(spans)}</div>")
     stops, loops = ", ".join(step_colour(i / 10) for i in range(11)), int(found["loops"])
     ramp = f"{low:.1f} <span class='ramp' style='background:linear-gradient(to right, {stops})'></span> {high:.1f}"

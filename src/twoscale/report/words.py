@@ -45,8 +45,8 @@ def default_depth(mean_loops: int) -> str:
 
 def against_default(steps: float, mean_loops: int) -> str:
     """Loop work of one text, as mean steps of a looped layer, beside the default depth's."""
-    told = change(steps, mean_loops)
-    return f"{told} loop work than {default_depth(mean_loops)}" if told else f"as much loop work as {default_depth(mean_loops)}"
+    sentences = change(steps, mean_loops)
+    return f"{sentences} loop work than {default_depth(mean_loops)}" if sentences else f"as much loop work as {default_depth(mean_loops)}"
 
 
 def mean_steps(steps: Sequence[float], layers: Sequence[int]) -> float:
@@ -74,17 +74,17 @@ def evaluation_text(found: Mapping[str, Any]) -> str:
 
 def losses_note(evaluation: Mapping[str, Any] | None, sweep: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> str:
     """Which losses of a page belong to which tokens; empty where there is one text only."""
-    told = []
+    sentences = []
     if evaluation is not None:
-        told.append(f"the loss by loops is of {evaluation_text(evaluation)}")
+        sentences.append(f"the loss by loops is of {evaluation_text(evaluation)}")
     if sweep is not None:
-        told.append(f"the sweep's losses are of {sweep_text(sweep)}")
+        sentences.append(f"the sweep's losses are of {sweep_text(sweep)}")
     if calibration is not None:
-        told.append(f"the calibration's bound is of {calibration_text(calibration, 'certify')}")
-        told.append(f"its losses are of {calibration_text(calibration, 'report')}")
-    if len(told) < 2:
+        sentences.append(f"the calibration's bound is of {calibration_text(calibration, 'certify')}")
+        sentences.append(f"its losses are of {calibration_text(calibration, 'report')}")
+    if len(sentences) < 2:
         return ""
-    note = f"These losses are of different tokens and are not to be compared with each other: {'; '.join(told)}."
+    note = f"These losses are of different tokens and are not to be compared with each other: {'; '.join(sentences)}."
     if sweep is None or calibration is None:
         return note
     tokens = plural(sweep["tokens"], "token"), plural(calibration["tokens"]["report"], "token")
@@ -99,15 +99,15 @@ def calibration_sentences(found: Mapping[str, Any], mean_loops: int | None) -> l
     and with a fixed depth that were certified in the same way. A file of an older version gets only what follows from it."""
     r = found["report"]
     mine = r["calibrated"]
-    told = [_bound_words(found)]
-    told.append(
+    sentences = [_bound_words(found)]
+    sentences.append(
         f"On {calibration_text(found, 'report')}, which neither fitting nor certifying has seen: {mine['mean_steps']:.2f} steps, "
         f"CE {mine['ce']:.4f}, dCE {rise(mine)} nats against {all_loops(found['loops'])}."
     )
-    told.append(_default_words(found, found.get("mean_loops", mean_loops)))
-    told.append(_rival_words(found, "single"))
-    told.append(_rival_words(found, "fixed"))
-    return [words for words in told if words]
+    sentences.append(_default_words(found, found.get("mean_loops", mean_loops)))
+    sentences.append(_rival_words(found, "single"))
+    sentences.append(_rival_words(found, "fixed"))
+    return [words for words in sentences if words]
 
 
 def _bound_words(found: Mapping[str, Any]) -> str:
@@ -147,12 +147,12 @@ def _default_words(found: Mapping[str, Any], mean_loops: int | None) -> str:
     steps, difference = found["report"]["calibrated"]["mean_steps"], _difference(found, "default")
     if difference is None:
         return f"{default_depth(mean_loops).capitalize()} takes {plural(mean_loops, 'step')}."
-    told = change(steps, mean_loops, "fewer", "more")
+    sentences = change(steps, mean_loops, "fewer", "more")
     if found["clusters"]["report"] < FEWEST:
         return f"Too little text to tell a difference in steps from {default_depth(mean_loops)}."
-    if not told or _side(found, difference, "steps") == 0:
+    if not sentences or _side(found, difference, "steps") == 0:
         return f"No difference in steps from {default_depth(mean_loops)}."
-    return f"That is {told} steps than {default_depth(mean_loops)}."
+    return f"That is {sentences} steps than {default_depth(mean_loops)}."
 
 
 def _side(found: Mapping[str, Any], difference: Mapping[str, float], key: str) -> int:
@@ -190,11 +190,11 @@ def _verdict(found: Mapping[str, Any], d: Mapping[str, float], key: str) -> str:
     noun, unit = ("steps", "steps") if key == "steps" else ("loss", "nats")
     value, low, high = (f"{round(d[name], DIGITS[key]) + 0.0:+.{DIGITS[key]}f}" for name in (key, f"{key}_low", f"{key}_high"))
     between = f"{value} [{low}, {high}] {unit}"
-    who, where = "the calibrated thresholds" if any(found["rules"]) else "all loops", _side(found, d, key)
+    subject, where = "the calibrated thresholds" if any(found["rules"]) else "all loops", _side(found, d, key)
     if found["clusters"]["report"] < FEWEST:
         return f"too little text to tell a difference ({between})"
     if where == 0:
         return f"no difference in {noun} ({between})"
     if key == "steps":
-        return f"{who} take {'fewer' if where < 0 else 'more'} ({between})"
-    return f"{who} have a {'lower' if where < 0 else 'higher'} loss ({between})"
+        return f"{subject} take {'fewer' if where < 0 else 'more'} ({between})"
+    return f"{subject} have a {'lower' if where < 0 else 'higher'} loss ({between})"

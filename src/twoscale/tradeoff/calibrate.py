@@ -107,8 +107,8 @@ def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[
         if any(chosen) and (not path or chosen != path[-1]):
             path.append(chosen)
     if path:  # where leaving seems free on little text the first choice may be bold: milder ones come before it
-        first, most = path[0], max(path[0])
-        steps = sorted({max(1, most // 3), max(1, 2 * most // 3)} - {most})
+        first, deepest = path[0], max(path[0])
+        steps = sorted({max(1, deepest // 3), max(1, 2 * deepest // 3)} - {deepest})
         path = [tuple(min(j, step) for j in first) for step in steps] + path
     if len(path) > longest:
         path = [path[i] for i in sorted({round(i * (len(path) - 1) / (longest - 1)) for i in range(longest)})]
@@ -150,8 +150,8 @@ class Calibrator:
         fixed: list[Setting] = [dict.fromkeys(self.groups, exits.Fixed(k)) for k in DEPTHS if k < self.loops]
         if goal.max_dce is not None:
             limit = goal.max_dce
-            told = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
-            own, *others = (self._certify(p, limit, words) for p, words in told)
+            paths = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
+            own, *others = (self._certify(p, limit, words) for p, words in paths)
         else:
             own, *others = (self._meets(p, goal, must=p is path) for p in (path, everywhere, fixed))
         chosen, single, depth = (next((c for c in reversed(found) if c.passed), None) for found in (own, *others))
@@ -276,12 +276,12 @@ class Calibrator:
     def _difference(self, mine: Evaluation, other: Evaluation) -> dict[str, float]:
         """Steps (mean over groups) and CE of one setting minus another's, token by token, with 95 % intervals over documents."""
         clusters = self.texts.report.clusters.numpy()
-        told: dict[str, float] = {}
+        differences: dict[str, float] = {}
         for key, a, b in (
             ("steps", mine.steps.double().mean(dim=-1), other.steps.double().mean(dim=-1)),
             ("ce", mine.losses, other.losses),
         ):
             difference = (a - b).numpy()
             low, high = interval(difference, clusters)
-            told |= {key: float(difference.mean()), f"{key}_low": low, f"{key}_high": high}
-        return told
+            differences |= {key: float(difference.mean()), f"{key}_low": low, f"{key}_high": high}
+        return differences

@@ -173,8 +173,8 @@ def evaluate(
     if windows < 2:
         raise UserError("--windows is at least 2")
     opened = load_run(run, checkpoint, data_dir)
-    rule, most = chosen_exit(find_checkpoint(run, checkpoint), exit, loops)
-    counts = opened.model.config.loops_for(most)
+    rule, max_loops = chosen_exit(find_checkpoint(run, checkpoint), exit, loops)
+    counts = opened.model.config.loops_for(max_loops)
     text = heldout_windows(opened.data, opened.model.config.block_size, windows)
     found = evaluate_text(opened.model, text, rule, counts)
     ce, size = float(found.losses.mean()), int(opened.tokenizer.byte_lengths()[text.targets].sum())

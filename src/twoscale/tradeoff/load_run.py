@@ -88,8 +88,8 @@ def chosen_exit(folder: Path, exit: exits.Exit | None, loops: Any) -> tuple[Any,
     """The rule and the most loops that a user asked for; `auto` is what the model in this folder was calibrated for."""
     if exit != "auto":
         return exit, loops
-    rules, most = calibration_for(folder)
-    return rules, loops or most
+    rules, calibrated_loops = calibration_for(folder)
+    return rules, loops or calibrated_loops
 
 
 def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:

@@ -75,22 +75,22 @@ def write_staircase(run: Path, config: RunConfig) -> None:
     measure_staircase(model, task, c.staircase_loops, c.staircase_samples, c.seed, step).save(run)
 
 
-def find_data(run: Path, given: Path | None) -> Path:
+def find_data(run: Path, data_dir: Path | None) -> Path:
     """The shards of a run: the ones given, the ones it was started with (RUN/data_dir.json), or RUN/data."""
-    if given is not None:
-        if not given.is_dir():
-            raise UserError(f"--data-dir {given} does not exist: make it with `twoscale prepare`")
-        return given.resolve()
+    if data_dir is not None:
+        if not data_dir.is_dir():
+            raise UserError(f"--data-dir {data_dir} does not exist: make it with `twoscale prepare`")
+        return data_dir.resolve()
     if RunFolder(run).task.exists():
         name = getattr(load_task(run), "name", "none")
         raise UserError(f"{run} was trained on the task {name} and has no text: this command needs text")
     elsewhere = RunFolder(run).data_dir
     if not elsewhere.exists():
         return RunFolder(run).data
-    noted = read_json(elsewhere)
-    if not isinstance(noted, dict) or not isinstance(noted.get("path"), str) or not Path(noted["path"]).is_dir():
+    pointer = read_json(elsewhere)
+    if not isinstance(pointer, dict) or not isinstance(pointer.get("path"), str) or not Path(pointer["path"]).is_dir():
         raise UserError(f"the shards that {run} was trained on are gone (see {elsewhere}): name them with --data-dir")
-    return Path(noted["path"])
+    return Path(pointer["path"])
 
 
 def _open_folder(

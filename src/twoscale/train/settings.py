@@ -32,10 +32,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check_same(old: RunConfig, new: RunConfig, run: Path) -> None:
     """Refuse to mix two different runs in one folder; the first difference is named."""
-    for name, (there, here) in differences(old, new).items():
+    for name, (theirs, here) in differences(old, new).items():
         if name not in OPERATIONAL:
             raise UserError(
-                f"{run} holds a run with other settings ({name} is {there!r} there and {here!r} here): "
+                f"{run} holds a run with other settings ({name} is {theirs!r} there and {here!r} here): "
                 f"choose another --out, or go on with its own settings by --resume {run}"
             )
 
@@ -43,9 +43,9 @@ def check_same(old: RunConfig, new: RunConfig, run: Path) -> None:
 def check_checkpoint(saved: RunConfig, config: RunConfig, checkpoint: Path) -> None:
     """Refuse to go on from a checkpoint with other settings than it was saved with: the run's config.json was edited since."""
     run = checkpoint.parent.parent
-    for name, (there, here) in differences(saved, config).items():
+    for name, (theirs, here) in differences(saved, config).items():
         if name not in OPERATIONAL:
             raise UserError(
-                f"{name} is {here!r} in {run / CONFIG} and {there!r} in {checkpoint.name}, from which the run would go on: set it "
+                f"{name} is {here!r} in {run / CONFIG} and {theirs!r} in {checkpoint.name}, from which the run would go on: set it "
                 f"back; to train these weights with other settings: twoscale train --init {run} --out ANOTHER"
             )

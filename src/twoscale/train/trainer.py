@@ -109,7 +109,7 @@ class Trainer:
         elif init is not None:
             fresh_gate = {name: p for name, p in self.model.named_parameters() if ".gate." in name}
             ckpt.load_weights(self.model, fresh_gate | ckpt.model_tensors(init), Path("--init"))
-        self.given = init is not None and source is None
+        self.from_init = init is not None and source is None
         if c.objective.gate_only:
             for name, p in self.model.named_parameters():
                 p.requires_grad_(".gate." in name)
@@ -145,7 +145,7 @@ class Trainer:
         metrics = self.metrics = Metrics(self.run, self.config, self.progress.step) if world.main else None
         line = ProgressLine(self.progress.step, c.steps, self.config.name) if world.main else None
         stopped = False
-        if self.given:
+        if self.from_init:
             self.save()  # a run that is killed early must not go on from fresh weights
         probed = self._probe() if self.progress.step == 0 else 0.0
         try:
