@@ -10,7 +10,7 @@ from models import LAYOUTS, loud, small_model
 from scheduling import RULES
 from twoscale import exits
 from twoscale.engine import Engine, Scheduler, loop_params
-from twoscale.engine.kernels.eager import EagerRows
+from twoscale.engine.kernels import DecodeCopy, EagerKernels
 from twoscale.engine.request import Request, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -58,24 +58,39 @@ def test_scheduler(device: str) -> None:
     assert [len(request.tokens) for request in requests] == [5] * len(requests)
 
 
-def test_padded_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One padded attention call for all sequences gives what one call a sequence gives."""
+def test_batched_attention() -> None:
+    """One attention call for the sequences of a slab gives what one call a sequence gives, at any depths and lengths."""
     model = loud(small_model(block_size=64, positions="rotary", n_kv_head=2), 0, scale=0.1)
+    params = loop_params(model, exit=exits.Acceleration(1.0, normalize="steps"), loops=5)
 
-    def states() -> torch.Tensor:
-        engine, params = Engine(model, kernels="torch"), loop_params(model, exit=exits.Acceleration(1.0, normalize="steps"), loops=5)
-        caches, found = [engine.open(20, params) for _ in range(4)], []
-        engine.run([(b, cache, list(range(1, 3 + 4 * b))) for b, cache in enumerate(caches)])
+    def states(batch_attention: bool) -> torch.Tensor:
+        engine = Engine(model, copy=DecodeCopy(model, EagerKernels(batch_attention)))
+        caches, found = [engine.open(20, params) for _ in range(5)], []
+        engine.run([(b, cache, list(range(1, 3 + 3 * b))) for b, cache in enumerate(caches)])
         for token in (5, 9, 2):
             found.append(engine.run([(b, cache, [token + b]) for b, cache in enumerate(caches)])[0])
         return torch.cat(found)
 
-    together = states()
-    init = EagerRows.__init__
+    assert torch.allclose(states(True), states(False), atol=1e-5)
 
-    def one_by_one(self: EagerRows, rows: object) -> None:
-        init(self, rows)  # type: ignore[arg-type]
-        self.together = False
 
-    monkeypatch.setattr(EagerRows, "__init__", one_by_one)
-    assert torch.allclose(together, states(), atol=1e-5)
+def test_slots_are_used_again() -> None:
+    """A sequence that has ended gives its memory back, and the next one finds nothing of it, not even NaN."""
+    model = loud(small_model(), scale=0.1)
+    kernels, params = EagerKernels(), loop_params(model, loops=3)
+    engine = Engine(model, copy=DecodeCopy(model, kernels))
+
+    def states() -> torch.Tensor:
+        caches = [engine.open(12, params) for _ in range(3)]
+        engine.run([(0, cache, [1, 2, 3][: i + 1]) for i, cache in enumerate(caches)])
+        x, _ = engine.run([(0, cache, [7]) for cache in caches])
+        for slabs in kernels.slots.slabs.values():
+            for slab in slabs:
+                slab.keys.fill_(torch.nan)
+                slab.values.fill_(torch.nan)
+        return x
+
+    first = states()
+    slots = sum(len(slab.keys) for slabs in kernels.slots.slabs.values() for slab in slabs)
+    assert torch.equal(first, states())
+    assert slots == sum(len(slab.keys) for slabs in kernels.slots.slabs.values() for slab in slabs)

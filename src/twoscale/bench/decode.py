@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,7 +21,7 @@ from twoscale.bench.timing import interleaved, timed
 from twoscale.config import ModelConfig
 from twoscale.engine import Engine, Loop, forward, loop_params
 from twoscale.engine.cache import Cache, bytes_per_token
-from twoscale.engine.kernels import KernelName, Kernels
+from twoscale.engine.kernels import DecodeCopy, EagerKernels, KernelName, Kernels, optimize_for_decode
 from twoscale.engine.kernels.packed import can_pack, pack, packed_linear
 from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows, part_of
@@ -251,6 +252,26 @@ def bench_parallel(model: LoopedGPT, sequences: int, loops: int, repeats: int) -
     works = {"full": lambda: forward(model, ids, loops=loops), "half": lambda: forward(model, ids, exit=rule, loops=loops)}
     seconds = interleaved(works, repeats, warm=1)
     return ParallelBench(seconds["full"], seconds["half"], float(steps.double().mean()))
+
+
+def bench_torch_kernels(model: LoopedGPT, sequences: int, context: int, loops: int, repeats: int) -> tuple[float, float]:
+    """Seconds of one more token for each sequence on torch's operators: one attention call a slab of sequences, one a sequence."""
+    works = {}
+    for name, batch_attention in (("slab", True), ("sequence", False)):
+        engine = Engine(model, copy=DecodeCopy(optimize_for_decode(model, "torch").model, EagerKernels(batch_attention)))
+        engine.kernels.expect(sequences)
+        caches = [engine.open(context + 1, loop_params(model, loops=loops)) for _ in range(sequences)]
+        lengths = [context - i % 8 for i in range(sequences)]
+        engine.run([(i, cache, [1] * n) for i, (cache, n) in enumerate(zip(caches, lengths, strict=True))])
+        works[name] = partial(_again, engine, caches, lengths)
+    seconds = interleaved(works, repeats)
+    return seconds["slab"], seconds["sequence"]
+
+
+def _again(engine: Engine, caches: list[Cache], lengths: list[int]) -> None:
+    engine.run([(i, cache, [2]) for i, cache in enumerate(caches)])
+    for cache, n in zip(caches, lengths, strict=True):
+        cache.rewind(n)
 
 
 def bench_token(model: LoopedGPT, context: int, loops: int, repeats: int) -> float:

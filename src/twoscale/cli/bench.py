@@ -212,6 +212,12 @@ def _decode(args: BenchDecodeArgs) -> int:
     token = b.bench_token(LoopedGPT(b.HUGINN).eval(), 96, 16, 3 * args.repeats)
     print(f"\nHuginn's layout, 6.7M parameters, width 256, 16 loops, context 96, one row: {token * 1e3:.1f} ms a token")
 
+    print("\nwithout C kernels, 32 sequences, 4 loops, ms a token: one attention call for many sequences, one a sequence")
+    for name in ("nano", "tiny"):
+        other = LoopedGPT(presets.get(name).model).eval()
+        slab, one = b.bench_torch_kernels(other, 32, min(48, other.config.block_size - 8), 4, args.repeats)
+        print(f"  preset {name:<6} {slab * 1e3:8.1f} ms {one * 1e3:8.1f} ms: {one / slab:.2f}x the tokens/s")
+
     print(f"\nkeys and values, bytes a token at {args.loops} loops (fp32)")
     table = b.cache_table(config, args.loops)
     for kv, size in table.items():

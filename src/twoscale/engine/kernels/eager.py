@@ -54,8 +54,9 @@ class EagerKernels(Kernels):
     name = "torch"
     copies_weights = False
 
-    def __init__(self) -> None:
-        self.slots = Slots()
+    def __init__(self, batch_attention: bool = True) -> None:
+        """Without `batch_attention` there is one attention call a sequence, to measure and test against."""
+        self.slots, self.batch_attention = Slots(), batch_attention
 
     def linear(self, weight: Tensor) -> nn.Module:
         raise AssertionError("the model's own linear maps are used")
@@ -73,7 +74,7 @@ class EagerKernels(Kernels):
         return block
 
     def bind(self, rows: "Rows") -> RowKernels:
-        return EagerRows(rows)
+        return EagerRows(rows, self.batch_attention)
 
     def meter(self) -> Meter:
         return measure
@@ -99,11 +100,11 @@ class EagerKernels(Kernels):
 class EagerRows:
     """Attention of rows: single tokens of many sequences in one call a slab, parts of several tokens one by one."""
 
-    def __init__(self, rows: "Rows") -> None:
+    def __init__(self, rows: "Rows", batch_attention: bool) -> None:
         self.rows = rows
         self.masks: dict[object, Tensor | None] = {}
         self.indices: dict[tuple[int, ...], Tensor] = {}
-        self.together = len(rows.parts) > 1 and rows.one_each
+        self.together = batch_attention and len(rows.parts) > 1 and rows.one_each
         """Whether there are several sequences with one token each."""
 
     def attention(self, layer: int) -> Attend:

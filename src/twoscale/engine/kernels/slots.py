@@ -60,6 +60,7 @@ class Slots:
                     return Slot(slab, index)
             total = sum(len(slab.keys) for slab in slabs)
             size = min(MAX_SLOTS, max(1, self.expected - total if total < self.expected else total))
-            keys, values = (torch.zeros(size, *shape, dtype=like.dtype, device=like.device) for _ in range(2))
+            with torch.inference_mode(False):  # so that they can be written to outside of inference mode too
+                keys, values = (torch.zeros(size, *shape, dtype=like.dtype, device=like.device) for _ in range(2))
             slabs.append(Slab(keys, values, list(range(1, size))))
             return Slot(slabs[-1], 0)
