@@ -1,7 +1,9 @@
 """Requests: one set of sampling parameters for Python, the command line and HTTP; stop strings; settings that travel with rows."""
 
 import dataclasses
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -164,3 +166,28 @@ def test_seeds_share_calls() -> None:
     for request in requests:
         check(model, request)
     assert len({tuple(request.steps[0]) for request in requests} | {tuple(request.tokens) for request in requests}) > 2
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("cancel", [False, True], ids=["done", "cancelled"])
+def test_caches_are_freed(kernels: str, cancel: bool) -> None:
+    """The memory of a request is given back when it ends, without help of the garbage collector."""
+    model = model_of()
+    scheduler, request = Scheduler(model, kernels=kernels), request_of(model, 1, new=6)  # type: ignore[arg-type]
+    others = [request_of(model, i, exits.Fixed(2), new=8) for i in (2, 3)]
+    for one in (request, *others):
+        scheduler.add(one)
+    gc.collect()
+    gc.disable()
+    try:
+        while len(request.tokens) < 3:
+            scheduler.step()
+        cache = weakref.ref(request.cache)
+        assert cache() is not None
+        request.cancelled = cancel
+        while not request.finish:
+            scheduler.step()
+        scheduler.step()
+        assert cache() is None
+    finally:
+        gc.enable()

@@ -116,12 +116,10 @@ def filled(engine: Engine, context: int, params: LoopParams) -> Cache:
 
 
 def replaced(cache: Cache, params: LoopParams, kernels: Kernels) -> Cache:
-    """The same memory, for a request with other parameters and other kernels."""
+    """The same memory for a request with other parameters, or a copy of it where other kernels want it elsewhere."""
     new = copy(cache)
-    new.params, new.layers = params, [copy(layer) for layer in cache.layers]
-    for layer in new.layers:
-        layer.kernels = kernels
-        layer.locate()
+    new.params = params
+    new.layers = [layer if layer.kernels.name == kernels.name else layer.copy(kernels) for layer in cache.layers]
     return new
 
 
@@ -259,7 +257,7 @@ def bench_torch_kernels(model: LoopedGPT, sequences: int, context: int, loops: i
     works = {}
     for name, batch_attention in (("slab", True), ("sequence", False)):
         engine = Engine(model, copy=DecodeCopy(optimize_for_decode(model, "torch").model, EagerKernels(batch_attention)))
-        engine.kernels.expect(sequences)
+        engine.kernels.expect_sequences([context + 1] * sequences)
         caches = [engine.open(context + 1, loop_params(model, loops=loops)) for _ in range(sequences)]
         lengths = [context - i % 8 for i in range(sequences)]
         engine.run([(i, cache, [1] * n) for i, (cache, n) in enumerate(zip(caches, lengths, strict=True))])

@@ -6,7 +6,7 @@ twoscale serve bundled --port 8000
 import os
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -28,8 +28,8 @@ class ServeArgs:
     """Address to listen on; by default this machine alone can reach it."""
     port: int = 8000
     """Port; 0 takes a free one."""
-    policy: Literal["auto", "lockstep", "depth"] = "auto"
-    """How requests share calls; auto measures what a call costs with few and with many rows, and chooses."""
+    policy: str = "auto"
+    """How requests share calls: lockstep, depth, or auto, which measures what a call costs with few and with many rows."""
     max_num_seqs: int = 32
     """Texts in one round of the engine; while another request holds all of them, a new one begins beside it and they take turns."""
     cache_mb: int = 1024
@@ -37,7 +37,7 @@ class ServeArgs:
     max_queue: int = 256
     """Requests that may wait; more are told to come back (429)."""
     timeout: float = 120.0
-    """After so long a request is options up."""
+    """After so long a request is given up."""
     max_connections: int = 512
     """Connections that may be open; where more come, those that have waited longest for their client are closed."""
     read_timeout: float = 10.0

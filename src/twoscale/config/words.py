@@ -8,6 +8,7 @@ PARTS = {  # part of the held-out text -> words
     "report": "from the report part of the held-out text",
     "all": "spread over all held-out text",
 }
+MARGIN = 0.05  # counted FLOPs are called fewer from this share on
 UNITS = {"documents": "document", "pieces": "piece of a document", "windows": "window"}
 IRREGULAR_PLURALS = {"piece of a document": "pieces of documents"}
 

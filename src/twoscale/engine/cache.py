@@ -128,8 +128,10 @@ class LayerCache:
                 f"{free / 1e9:.1f} GB are free: ask for fewer loops or tokens, or kv=last"
             )
 
-    def copy(self) -> "LayerCache":
+    def copy(self, kernels: Kernels | None = None) -> "LayerCache":
+        """The same content in memory of its own, for other kernels if they are given."""
         new = copy(self)
+        new.kernels = kernels or self.kernels
         if len(self.keys):
             new._move(len(self.keys), self.shape[1])
         return new

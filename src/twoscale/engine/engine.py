@@ -39,7 +39,7 @@ class Engine:
         self.config = model.config
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         copy = DecodeCopy(model, EagerKernels()) if autocast else copy or optimize_for_decode(model, kernels)
-        self.model, self.kernels = copy.model, copy.kernels
+        self.model, self.kernels = copy.model, copy.kernels.for_engine()
         self.device = model.wte.weight.device
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else model.wte.weight.dtype
         self._like = torch.empty(0, dtype=dtype, device=self.device)

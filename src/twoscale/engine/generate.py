@@ -157,7 +157,7 @@ def follow(request: Request, tokenizer: Tokenizer | None, callback: Callback | N
                 callback(request.sequence, token, steps)
         if text is not None and request.finish:
             text.finish()
-        elif text is not None and text.stopped:
+        if text is not None and text.stopped:
             request.finish = "stop"
 
     request.on_token = on_token

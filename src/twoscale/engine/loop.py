@@ -63,8 +63,9 @@ class Loop:
         self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
 
     def _empty(self) -> None:
-        self.rows = None
+        failures, self.rows = self.rules.failures, None
         self.rules = RowRules(self.group.index, self.engine.kernels)
+        self.rules.failures = failures
 
     def drop(self, gone: Sequence[bool]) -> None:
         """Remove rows without a result: one bool for each row."""

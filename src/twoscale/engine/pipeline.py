@@ -118,7 +118,7 @@ class Pipeline:
             return
         for flight, x in zip(waiting.flights, _split(waiting), strict=True):
             flight.x = x
-            self.flights.discard(flight)
+            self._forget(flight)
             self._done.append(flight)
 
     # -- choosing ------------------------------------------------------------------------------------------------
@@ -237,7 +237,6 @@ class Pipeline:
         flight = next((f for f in self.flights if f.request is request), None)
         if flight is None:
             return
-        self.flights.discard(flight)
         for stage, waiting in list(self.waiting.items()):
             self.waiting[stage] = [w if flight not in w.flights else self._without(w, flight) for w in waiting if w.flights != [flight]]
             if not self.waiting[stage]:
@@ -247,6 +246,11 @@ class Pipeline:
                 loop.drop([part.owner is flight for part in loop.rows.parts for _ in range(part.count)])
             if not len(loop):
                 del self.loops[stage]
+        self._forget(flight)
+
+    def _forget(self, flight: InFlight) -> None:
+        self.flights.discard(flight)
+        flight.part.owner = None  # part and flight refer to each other, and would keep the cache until the garbage collector comes
 
     def _without(self, waiting: Waiting, flight: InFlight) -> Waiting:
         kept = [f for f in waiting.flights if f is not flight]

@@ -45,7 +45,7 @@ class RowRules:
         """Rows join, at their first step."""
         for part in rows.parts:
             rule = part.cache.params.rules[self.group]
-            segment = next((s for s in self.segments if s.rule is rule), None) or next((s for s in self.segments if s.rule == rule), None)
+            segment = next((s for s in self.segments if _same(s.rule, rule)), None)
             new = list(range(self.n, self.n + part.count))
             self.n += part.count
             if segment is None:
@@ -112,3 +112,13 @@ class RowRules:
         except Exception as error:
             self.failures.append((rows, error))
             return False
+
+
+def _same(a: Rule | None, b: Rule | None) -> bool:
+    """Whether two rules can share a state; rules that cannot be compared are different."""
+    if a is b:
+        return True
+    try:
+        return bool(a == b)
+    except Exception:  # a field that does not compare to one bool, such as a tensor
+        return False

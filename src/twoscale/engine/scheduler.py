@@ -150,13 +150,14 @@ class Scheduler:
         try:
             pipeline, limit = self._next_pipeline()
             involved = [f.request for f in pipeline.flights if f.request is not None]
-            self._extend(self._advance(pipeline, limit))
-            for request, error in pipeline.failures:
+            done = self._advance(pipeline, limit)
+            failures, pipeline.failures = pipeline.failures, []
+            for request, error in failures:
                 if not self.isolate_errors:
                     raise error
                 LOG.error("an exit rule has failed", exc_info=error)
                 self._end(request, "error", error)
-            pipeline.failures = []
+            self._extend(flight for flight in done if flight.request in self.running)
         except Exception as error:  # it came of these requests: the others go on
             if not self.isolate_errors:
                 raise
@@ -326,7 +327,7 @@ class Scheduler:
                 self.running.append(request)
                 admitted.append(request)
         if admitted:
-            self.engine.kernels.expect(len(self.running))
+            self.engine.kernels.expect_sequences([request.capacity for request in self.running])
         for request in admitted:
             try:
                 request.cache = self.engine.open(request.capacity, request.params)

@@ -225,6 +225,9 @@ class RuleState:
     def update(self, group: int, rows: Tokens, before: Tensor, after: Tensor, read: Callable[..., Tensor]) -> Tensor | bool:
         """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all."""
         rule, numbers = self.rule, None
+        if self.last.device != after.device:
+            self.last = self.last.to(after.device)
+            self.streak = self.streak.to(after.device) if isinstance(self.streak, Tensor) else self.streak
         if self.meter is not None:
             if self.first:
                 self.last, self.first = torch.full_like(before, math.nan, dtype=torch.float32), False

@@ -8,8 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twoscale.config.words import all_loops, plural, text_words
-from twoscale.tradeoff.choice import MARGIN
+from twoscale.config.words import MARGIN, all_loops, plural, text_words
 
 FEWEST = 4  # documents (or pieces, or windows); an interval over fewer is not used
 DIGITS = {"steps": 3, "ce": 4}  # of a printed difference

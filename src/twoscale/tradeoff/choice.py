@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twoscale.config.words import all_loops, plural
+from twoscale.config.words import MARGIN, all_loops, plural
 from twoscale.tradeoff.summary import ORACLES, Sweep
 
 FLAT = 0.01  # nats: a rise of CE that is called none
-MARGIN = 0.05  # counted FLOPs are called fewer from this share on
 FIXED = ("full", "fixed", "fixed-one")
 BASELINES = (*FIXED, "random")
 Point = dict[str, Any]

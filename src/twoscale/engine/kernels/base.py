@@ -4,6 +4,7 @@ Shapes: N rows, C width, H query heads, J key/value heads, D head width.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
@@ -54,9 +55,13 @@ class Kernels(ABC):
     def meter(self) -> Meter:
         """Measures the steps of rows for exit rules; it may keep what it needs from one step to the next."""
 
+    def for_engine(self) -> "Kernels":
+        """The kernels for one engine: the same, unless they keep memory for its sequences."""
+        return self
+
     @abstractmethod
-    def expect(self, sequences: int) -> None:
-        """So many sequences will have caches at the same time."""
+    def expect_sequences(self, capacities: Sequence[int]) -> None:
+        """Sequences of these capacities will have caches at the same time."""
 
     @abstractmethod
     def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:

@@ -4,6 +4,7 @@ Shapes: N rows, C width, S sequences, H query heads, J key/value heads, T positi
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 
 MIN_POSITIONS = 64  # of a slot
+
+
+def _slot_positions(capacity: int) -> int:
+    """Positions of a slot: a power of two, so that sequences of similar length share a slab."""
+    return max(MIN_POSITIONS, 1 << (capacity - 1).bit_length())
 
 
 class EagerNorm(nn.Module):
@@ -79,13 +85,15 @@ class EagerKernels(Kernels):
     def meter(self) -> Meter:
         return measure
 
-    def expect(self, sequences: int) -> None:
-        self.slots.expected = max(1, sequences)
+    def for_engine(self) -> Kernels:
+        return type(self)(self.batch_attention)
+
+    def expect_sequences(self, capacities: Sequence[int]) -> None:
+        self.slots.expected = Counter(map(_slot_positions, capacities))
 
     def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
         L, J, T, D = shape
-        room = max(MIN_POSITIONS, 1 << (T - 1).bit_length())  # sequences of similar length share a slab
-        slot = self.slots.take(layer, (L, J, room, D), like)
+        slot = self.slots.take(layer, (L, J, _slot_positions(T), D), like)
         return slot.keys[:, :, :T], slot.values[:, :, :T], slot
 
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
@@ -101,7 +109,7 @@ class EagerRows:
     """Attention of rows: single tokens of many sequences in one call a slab, parts of several tokens one by one."""
 
     def __init__(self, rows: "Rows", batch_attention: bool) -> None:
-        self.rows = rows
+        self.parts, self.positions, self.n = rows.parts, rows.positions, rows.n  # not `rows`, which refer to this object
         self.masks: dict[object, Tensor | None] = {}
         self.indices: dict[tuple[int, ...], Tensor] = {}
         self.together = batch_attention and len(rows.parts) > 1 and rows.one_each
@@ -114,7 +122,7 @@ class EagerRows:
     def _attend_slabs(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): one call for the sequences of a slab, shorter ones masked."""
         by_slab: dict[Slab, list[tuple[int, int, int]]] = {}
-        for i, part in enumerate(self.rows.parts):
+        for i, part in enumerate(self.parts):
             store = part.cache.layers[layer]
             level, slot = store.open_level(part.k or 1, part.cache.length), store.slot
             assert isinstance(slot, Slot)
@@ -131,8 +139,8 @@ class EagerRows:
     def _attend_slab(self, slab: Slab, found: list[tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (n, H, D), k and v (n, J, D) of rows (place, slot, level) -> (n, H, D)."""
         places, slots, levels = ([entry[i] for entry in found] for i in range(3))
-        parts = [self.rows.parts[i] for i in places]
-        positions = self.rows.positions if len(places) == self.rows.n else self.rows.positions[self._index(places)]
+        parts = [self.parts[i] for i in places]
+        positions = self.positions if len(places) == self.n else self.positions[self._index(places)]
         longest = max(part.end for part in parts)
         keys: Tensor
         values: Tensor
@@ -152,7 +160,7 @@ class EagerRows:
     def _index(self, numbers: Sequence[int]) -> Tensor:
         key = tuple(numbers)
         if key not in self.indices:
-            self.indices[key] = torch.tensor(key, device=self.rows.ids.device)
+            self.indices[key] = torch.tensor(key, device=self.positions.device)
         return self.indices[key]
 
     def _padding(self, places: tuple[int, ...], positions: Tensor, ends: list[int], dtype: torch.dtype) -> Tensor | None:
@@ -167,7 +175,7 @@ class EagerRows:
         """The same, one call a sequence."""
         gqa = q.shape[2] != k.shape[2]
         outs, first = [], 0
-        for i, part in enumerate(self.rows.parts):
+        for i, part in enumerate(self.parts):
             store, rows = part.cache.layers[layer], slice(first, first + part.count)
             new_keys, new_values = (x[0, rows].transpose(0, 1) for x in (k, v))
             at = slice(part.at, part.at + 1) if isinstance(part.at, int) else part.at
@@ -184,7 +192,7 @@ class EagerRows:
         """(n, T): what is added to the scores of a part's rows, so that none attends to a later position."""
         key = ("part", i)
         if key not in self.masks:
-            self.masks[key] = _mask(self.rows.positions[first : first + part.count], part.end, dtype)
+            self.masks[key] = _mask(self.positions[first : first + part.count], part.end, dtype)
         return cast(Tensor, self.masks[key])
 
 

@@ -1,6 +1,6 @@
 /* The few operations of a block on few rows, fused: what decoding one token at a time spends its time in.
  *
- * Compiled once on the user's machine by native.py, after team.c, and called through ctypes; where there is no compiler the engine runs on
+ * Compiled once on the user's machine by library.py, after team.c, and called through ctypes; where there is no compiler the engine runs on
  * torch's operators. Everything is fp32 and contiguous unless a stride is given.
  *
  * A dot product is summed in the same order whatever the number of rows, so a row's result does not depend, to the bit, on
@@ -195,7 +195,7 @@ void linear(int threads, int n, int I, int O, const float *x, const float *w, fl
     RUN(threads, linear_task, a);
 }
 
-/* A block's sizes and weights; native.py has the same fields in the same order. */
+/* A block's sizes and weights; library.py has the same fields in the same order. */
 typedef struct {
     int32_t C, H, J, D, M, gated, on_sum;
     float eps;

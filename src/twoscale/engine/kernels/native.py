@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from twoscale.engine.kernels.base import RowKernels
+from twoscale.engine.kernels.base import Kernels, RowKernels
 from twoscale.engine.kernels.eager import EagerKernels
 from twoscale.engine.kernels.library import (
     FUSED,
@@ -237,6 +237,9 @@ class NativeKernels(EagerKernels):
     def __init__(self, library: Library) -> None:
         super().__init__()
         self.library = library
+
+    def for_engine(self) -> Kernels:
+        return self
 
     def linear(self, weight: Tensor) -> nn.Module:
         return NativeLinear(weight, self.library)
