@@ -6,12 +6,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from twoscale.config.words import UNITS, all_loops, plural
+from twoscale.config.words import MARGIN, UNITS, all_loops, plural
 from twoscale.report.words import calibration_sentences, calibration_text, change, confidence, default_depth, rise, sweep_text
 from twoscale.tradeoff.choice import (
     FIXED,
     FLAT,
-    MARGIN,
     Choice,
     Point,
     below,
