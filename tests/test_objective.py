@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from conftest import nano_run, small_model
 from training import losses, wait_for_step
-from twoscale.config import HopsConfig, ModelConfig, ObjectiveConfig, RunConfig, presets
+from twoscale.config import HopsConfig, ModelConfig, ObjectiveConfig, RunConfig, UserError, presets
 from twoscale.config.run_file import save_config
 from twoscale.config.serial import read_jsonl
 from twoscale.data import Batches, TokenData
+from twoscale.engine import forward
 from twoscale.exits import Gate as GateRule
 from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.tasks import Hops
@@ -87,6 +88,18 @@ def test_the_rule_reads_what_was_trained() -> None:
         view = SimpleNamespace(last=last, gate=gates[k].sigmoid())
         assert torch.allclose(rule.measure(view), trained[k])  # type: ignore[arg-type]
         last = rule.remember(view)  # type: ignore[arg-type]
+
+
+def test_only_the_last_group_has_a_gate() -> None:
+    """A model of several groups has one gate, on the last; the rule works there and is refused elsewhere in one line."""
+    model = LoopedGPT(tiny_model(gate=True)).eval()
+    assert [name for name, _ in model.named_parameters() if ".gate." in name] == ["stages.2.gate.weight", "stages.2.gate.bias"]
+    assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == model.config.matrix_parameters
+    ids = TASK.batch(range(2)).ids
+    for exit in (GateRule(0.5), {0: GateRule(0.5)}):
+        with pytest.raises(UserError, match="only the last group has a gate"):
+            forward(model, ids, exit=exit, loops=3)
+    assert forward(model, ids, exit={1: GateRule(0.0)}, loops=3).steps[..., 1].unique().tolist() == [1]
 
 
 # -- slow references -----------------------------------------------------------------------------------------------
