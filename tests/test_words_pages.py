@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from constructed import a_calibration, a_point, a_record, a_sweep
 from twoscale.cli.calibrate import CalibrateArgs
@@ -20,6 +21,7 @@ from twoscale.report.page import TAUS, about_run, commands, glossary
 from twoscale.report.registry import FIGURES
 from twoscale.report.tables import evaluation_table, samples_section, sweep_table
 from twoscale.tradeoff.points import TAUS as POINT_TAUS
+from twoscale.train.trainer import progress_summary
 
 # -- tables and commands -----------------------------------------------------------------------------------------
 
@@ -85,6 +87,13 @@ def test_generate_summary() -> None:
     assert "; 150 % more loop work than the default of 12 loops;" in summary([(30, 30)], (30, 30), groups, 12, 1.0, 0)
     assert "; as much loop work as the default of 12 loops;" in summary([(12, 12)], (12, 12), groups, 12, 1.0, 0)
     assert "loop work" not in summary([()], (), [], 12, 1.0, 0) and summary([()], (), [], 12, 1.0, 0).startswith("1 token in")
+
+
+def test_training_lines() -> None:
+    """The progress line of training says at which step its validation loss was measured."""
+    record = {"loss": 2.5, "tokens_per_s": 310.4, "loops": [4, 6]}
+    assert progress_summary(record, None, 0) == "loss 2.5000  310 tok/s  loops 4/6"
+    assert progress_summary(record, 2.6329, 40) == "loss 2.5000  val 2.6329 (step 40)  310 tok/s  loops 4/6"
 
 
 def test_captions() -> None:
@@ -182,8 +191,8 @@ def test_samples_section() -> None:
 def test_explorer_words() -> None:
     """The race tells loop work against the default depth, speed against the named full run, and where the texts differ."""
     pytest.importorskip("plotly")
-    from twoscale.explore.figures import calibrated_mark, lane_words, legend, race_words
-    from twoscale.explore.session import Lane, Race
+    from twoscale.explore.figures import calibrated_mark, inspection_words, lane_words, legend, race_words
+    from twoscale.explore.session import Inspection, Lane, Race
 
     def lane(ids: list[int], steps: tuple[int, ...], ms: float) -> Lane:
         n = len(ids) - 1
@@ -200,6 +209,12 @@ def test_explorer_words() -> None:
     assert race_words(Race(lane([1], (), 0.0), full, (30, 30), [1, 2], 12)) == ""
     assert lane_words(quick, [1, 2]) == "**3** tokens · **10.0 ms** a token · first after 1.00 s · mean steps **4.0**"
     assert lane_words(lane([1], (), 0.0), [1, 2]) == "reading the prompt …" and "<span>30 steps" in legend((30, 12))
-    mark = calibrated_mark("kl", [0.1, None, 1e-9], -6.0, 2.0)
+    mark = calibrated_mark("kl", [0.1, None, 1e-9], -6.0, 2.0, ["4", "5-6", "7"])
+    assert "title='group 1 (layer 4): 0.1'" in mark
     assert mark.count("▲") == 2 and "kl, calibrated: 0.1, all loops, 1e-09 (group by group)" in mark
-    assert calibrated_mark("kl", [None, 1e9], -6.0, 2.0) == ""
+    assert calibrated_mark("kl", [None, 1e9], -6.0, 2.0, ["4", "5-6"]) == ""
+    none = torch.zeros(0)
+    found = Inspection(1, "x", "y", ["4", "5-6"], (3, 1), none, [], none, none, none, [])
+    assert inspection_words(found).endswith("steps taken: 3 in group 1 (layer 4), 1 in group 2 (layers 5-6)")
+    one = Race(lane([1, 2], (6, 3), 10.0), lane([1, 2], (1, 1), 25.0), (1, 1), [1, 2], 12)
+    assert race_words(one).endswith("as fast as its 1 loop · the same text so far (1 token)")

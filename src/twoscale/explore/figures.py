@@ -68,13 +68,13 @@ def legend(loops: Sequence[int]) -> str:
     )
 
 
-def calibrated_mark(name: str, values: Sequence[float | None], low: float, high: float) -> str:
+def calibrated_mark(name: str, values: Sequence[float | None], low: float, high: float, groups: Sequence[str]) -> str:
     """Where on the logarithmic slider the calibrated thresholds of a rule lie; None stands for a group that runs all its loops."""
     marks = ""
     for g, value in enumerate(values):
         if value is not None and value > 0 and low <= (at := math.log10(value)) <= high:
             colour = GROUP_COLOURS[g % len(GROUP_COLOURS)]
-            place, title = f"left:{100 * (at - low) / (high - low):.1f}%", f"{group_label(g)}: {value:.3g}"
+            place, title = f"left:{100 * (at - low) / (high - low):.1f}%", f"{group_label(g, groups[g])}: {value:.3g}"
             marks += f"<span style='{place};color:{colour}' title='{title}'>▲</span>"
     if not marks:
         return ""

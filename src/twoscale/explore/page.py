@@ -199,7 +199,7 @@ def threshold_words(session: Session, rule: str, power: float) -> str:
     if rule != "calibrated" and exits.NAMES[rule] not in kinds:
         return note
     name = next((n for n, kind in exits.NAMES.items() if kind in kinds), "")
-    return figures.calibrated_mark(name, [getattr(r, "tau", None) for r in rules], LOW, HIGH) + note
+    return figures.calibrated_mark(name, [getattr(r, "tau", None) for r in rules], LOW, HIGH, session.groups) + note
 
 
 def _count(n: int) -> str:

@@ -55,7 +55,7 @@ FIGURES: tuple[FigureEntry, ...] = (
     FigureEntry(
         "step_norms",
         "Step norms",
-        "How far the state moves at loop step k: mean over tokens with a one-sigma band, one line a checkpoint.",
+        "How far the state moves at loop step k: mean over tokens with a one-sigma band, one line a checkpoint (six at most are shown).",
         print=figures.step_norms,
         page=interactive.step_norms,
         claims="a",

@@ -165,7 +165,7 @@ class Trainer:
                     if metrics is not None and line is not None:
                         metrics.write(record)
                         at = step if step == c.steps else step - step % c.eval_interval
-                        line.update(step, _summary(record, self.progress.val_loss, at))
+                        line.update(step, progress_summary(record, self.progress.val_loss, at))
                     if step % c.checkpoint_interval == 0 or step in c.milestones or step == c.steps or stopped:
                         self.save()
         finally:
@@ -319,7 +319,7 @@ def _micro_batch(config: RunConfig, world: World) -> int:
     return micro
 
 
-def _summary(record: dict[str, object], val_loss: float | None, at: int) -> str:
+def progress_summary(record: dict[str, object], val_loss: float | None, at: int) -> str:
     """The progress line; the validation loss with the step at which it was measured."""
     loops = "/".join(str(k) for k in record["loops"])  # type: ignore[attr-defined]
     measured = [f"step {at}"]
