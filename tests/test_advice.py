@@ -206,7 +206,7 @@ def test_why_a_calibration_does_not_decide() -> None:
         "the calibration was asked for a speed, not for a limit on the loss": a_calibration(goal={"mean_steps": 6.0}),
         "which tested no fixed depth: calibrate again": an_old_calibration(None),
         "the calibration is of at most 20 loops, the sweep of 30": a_calibration(loops=20),
-        "could certify no setting to its limit of 0.005 nats, which is stricter": a_calibration(rules=[None], fixed=a_setting(30.0, None)),
+        "could certify no setting to its limit of 0.005 nats": a_calibration(rules=[None], fixed=a_setting(30.0, None)),
         "fixed:3, which the calibration certified, was not swept": a_calibration(fixed=a_setting(3.0, "fixed:3")),
         "the sweep was made before the calibration: sweep again": a_calibration(rules=["acceleration:9.9"]),
     }

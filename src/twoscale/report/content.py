@@ -16,7 +16,8 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ),
     (
         "CE, nats, PPL",
-        "Cross-entropy: the mean loss of a token, in nats (natural logarithm; 1 nat is 1.44 bits). PPL, perplexity, is exp(CE).",
+        "Cross-entropy: the mean loss of a token, in nats (natural logarithm; 1 nat is 1.44 bits). PPL, perplexity, is exp(CE). Bits per "
+        "byte divide the loss by the bytes of the text, so that models with different tokens can be compared on one text.",
     ),
     (
         "bundled; nano, tiny, small, paper",
@@ -124,12 +125,16 @@ h1:not(:first-child) { margin-top: 72px; border-top: 2px solid var(--line); padd
 """
 
 DRAW = """
-const lighter = {'#000000': '#ffffff', '#440154': '#a374cf', '#414487': '#8088dd'};  // what would be lost on a dark page
+const lighter = (colour) => {  // dark colours would be lost on a dark page: black becomes white, the others go half way
+  const rgb = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+  const light = 0.3 * rgb[0] + 0.59 * rgb[1] + 0.11 * rgb[2], share = light === 0 ? 1 : light < 75 ? 0.45 : 0;
+  return '#' + rgb.map((v) => Math.round(v + (255 - v) * share).toString(16).padStart(2, '0')).join('');
+};
 const dark = matchMedia('(prefers-color-scheme: dark)');
 const draw = () => {
   const look = getComputedStyle(document.documentElement), pick = (name) => look.getPropertyValue(name).trim();
   for (const source of document.querySelectorAll('script[data-for]')) {
-    const text = dark.matches ? source.textContent.replace(/#(000000|440154|414487)/g, (c) => lighter[c]) : source.textContent;
+    const text = dark.matches ? source.textContent.replace(/#[0-9a-f]{6}/gi, lighter) : source.textContent;
     const figure = JSON.parse(text), layout = figure.layout;
     Object.assign(layout, {paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)'});
     layout.font = {...layout.font, color: pick('--ink')};

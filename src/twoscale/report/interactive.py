@@ -123,8 +123,9 @@ def _over_training(run: RunFiles, statistic: str, label: str, first_k: int, log:
         figure = go.Figure()
         for record, colour in zip(records, ordered_colours(len(records)), strict=True):
             if statistic in record["groups"][g]:
-                _band(figure, record["groups"][g][statistic], first_k, colour, f"training step {record['step']}")
-        panels.append((label_of, layout(figure, "loop step k", label, log)))
+                _band(figure, record["groups"][g][statistic], first_k, colour, str(record["step"]))
+        title = {"text": "training step", "side": "top", "font": {"size": 11}}
+        panels.append((label_of, layout(figure, "loop step k", label, log).update_layout(legend_title=title)))
     return panels
 
 

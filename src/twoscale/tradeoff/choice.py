@@ -85,7 +85,7 @@ def why_not_certified(sweep: Sweep, calibration: Mapping[str, Any]) -> str:
     if calibration["loops"] != sweep.header["loops"]:
         return f"the calibration is of at most {plural(calibration['loops'], 'loop')}, the sweep of {sweep.header['loops']}"
     if fixed["rule"] is None and not any(calibration["rules"]):
-        return f"the calibration could certify no setting to its limit of {limit:g} nats, which is stricter"
+        return f"the calibration could certify no setting to its limit of {limit:g} nats"
     if fixed["rule"] is not None and sweep.point(fixed["rule"]) is None:
         return f"{fixed['rule']}, which the calibration certified, was not swept"
     if any(calibration["rules"]) and sweep.point(_calibrated_id(calibration)) is None:
