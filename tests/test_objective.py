@@ -128,8 +128,8 @@ def slow_losses(model: LoopedGPT, ids: Tensor, targets: Tensor, loops: tuple[int
                     found.append(-log_p[b, t, wanted])
                     if (layer := model.groups[-1].gate) is not None:
                         gate.append((layer.weight[0] * state[b, t]).sum() + layer.bias[0])
-        each.append(torch.stack(found))
-        gates.append(torch.stack(gate) if gate else torch.zeros(0))
+        each.append(torch.stack(found).detach())
+        gates.append(torch.stack(gate).detach() if gate else torch.zeros(0))
     return each, gates
 
 
@@ -274,7 +274,7 @@ step = Trainer._step
 Trainer._step = lambda self, i: (time.sleep(0.05), step(self, i))[1]  # so that the signal comes before the end
 for folder in map(Path, sys.argv[1:]):
     if (child := os.fork()) == 0:  # one import of torch for all runs
-        torch.set_num_threads(2)
+        torch.set_num_threads(1)
         start_run(load_config(folder), folder)
         os._exit(0)
     print(child, flush=True)
@@ -285,6 +285,7 @@ for _ in sys.argv[1:]:
 
 def test_kill_and_resume(tmp_path: Path) -> None:
     """With every objective a run that is killed with -9 and started again has bitwise the losses and weights of one that was not."""
+    torch.set_num_threads(1)  # as in the children; sums of other threads are other sums
     runs = {name: tmp_path / name for name in OBJECTIVES}
     for name, objective in OBJECTIVES.items():
         runs[name].mkdir()

@@ -260,10 +260,11 @@ def test_task_file_of_another_version(task_run: Path, cli: CommandLine) -> None:
     assert code == 2 and "is of version 7" in err and len(err.strip().splitlines()) == 1
 
 
-def test_from_one_task_run_to_the_next(task_run: Path, tmp_path: Path, cli: CommandLine) -> None:
-    """--init takes the weights, the shape and the task of a task's run, and gives it a gate that stage 2 fits while the rest stays."""
-    words = ("--train.objective.name", "gate", "--train.objective.stage", 2, "--model.exit-gate")
-    code, _, err = cli("train", "--task", "hops", "--init", task_run, *words, *QUICK, "--out", tmp_path / "run")
+@pytest.mark.parametrize("words", [("gate", "--train.objective.stage", 2), ("act", "--train.objective.freeze")], ids=["stage 2", "freeze"])
+def test_from_one_task_run_to_the_next(words: tuple[object, ...], task_run: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """--init takes the weights, the shape and the task of a task's run, and gives it a gate that is fitted while the rest stays."""
+    words = ("--train.objective.name", *words, "--model.exit-gate")
+    code, _, err = cli("train", "--init", task_run, *words, *QUICK, "--out", tmp_path / "run")
     assert code == 0, err
     before, after = (dict(twoscale.load(run)[0].named_parameters()) for run in (task_run, tmp_path / "run"))
     assert {name for name in after if ".gate." in name} == after.keys() - before.keys() != set()

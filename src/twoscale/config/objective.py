@@ -33,7 +33,7 @@ class ObjectiveConfig:
     head_weight: float = 1.0
     """Weight of the head's own loss, for lookahead."""
     freeze: bool = False
-    """Train the gate alone, for lookahead."""
+    """Train the gate alone, for gate, act and lookahead: all other weights stay as they are."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -56,4 +56,4 @@ class ObjectiveConfig:
     @property
     def gate_only(self) -> bool:
         """Whether all weights but the gate's stay as they are."""
-        return (self.name == "gate" and self.stage == 2) or (self.name == "lookahead" and self.freeze)
+        return self.trains_gate and (self.freeze or (self.name == "gate" and self.stage == 2))
