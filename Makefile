@@ -7,7 +7,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: reproduce test test-long lint sanitize clean
+.PHONY: reproduce test test-long test-gpu lint sanitize clean
 
 reproduce: $(VENV)/.core
 	$(VENV)/bin/twoscale reproduce --preset tiny --with-bundled --effort short $(ARGS)
@@ -21,6 +21,10 @@ test: $(VENV)/.test
 test-long: $(VENV)/.test
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m long $(ARGS)
 
+# Device tests on a GPU; where there is none they are skipped and say so.
+test-gpu: $(VENV)/.test
+	$(VENV)/bin/python -m pytest -m cuda -rs $(ARGS)
+
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -29,7 +33,7 @@ lint: $(VENV)/.test
 
 # The engine's and the server's tests with kernels built for AddressSanitizer and UndefinedBehaviorSanitizer (gcc). Python itself is not
 # instrumented, so libasan is loaded before it (and libstdc++, whose exceptions it watches). PYTHONMALLOC=malloc guards ctypes' arrays too.
-SANITIZED := $(addprefix tests/test_,$(addsuffix .py,sanitize memory weights sample threads engine generate exits serve fair http_api under_load))
+SANITIZED := $(addprefix tests/test_,$(addsuffix .py,sanitize memory weights sample threads engine generate request device exits serve fair http_api under_load))
 sanitize: $(VENV)/.test
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TWOSCALE_SANITIZE=1 PYTHONMALLOC=malloc OMP_WAIT_POLICY=PASSIVE \

@@ -22,12 +22,18 @@ SMALL_TRAINING = {
     "--train.eval-sequences": "2", "--train.geometry-sequences": "1", "--train.geometry-loops": "4", "--train.compile": "off",
     "--model.block-size": "32",
 }  # fmt: skip
+SMALL_TASK = {
+    "--train.steps": "2", "--train.batch-size": "2", "--train.eval-sequences": "2", "--train.staircase-samples": "4",
+    "--train.staircase-loops": "2", "--train.geometry-interval": "0",
+}  # fmt: skip
 SMALL_SWEEP = {"--windows": "2", "--rounds": "1", "--loops": "4", "--taus": "0.1"}
 
 # (what the command starts with, settings that replace or join its own, why)
 CHEAPER: list[tuple[str, dict[str, str], str]] = [
     ("train --preset paper", {**SMALL_TRAINING, "--model.n-embd": "24", "--model.n-head": "2"}, "days on a GPU"),
     ("train --preset small", SMALL_TRAINING, "hours on two cores"),
+    ("train --task", SMALL_TASK, "minutes"),
+    ("train --init runs/hops", SMALL_TASK, "minutes"),
     ("train --init", SMALL_TRAINING, "hours on two cores"),
     ("reproduce --preset nano", {"--train.steps": "4", "--data.max-documents": "12"}, "half a minute"),
     ("calibrate", {"--windows": "3", "--loops": "4"}, "a minute"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from twoscale.serve.scheduler import Scheduler
+from twoscale.engine.scheduler import Scheduler
 
 openai = pytest.importorskip("openai", reason="openai is not installed (the extra twoscale[test])")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
@@ -23,12 +23,12 @@ def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated
     from twoscale.serve.server import Server
 
     model, tokenizer = loaded
-    rows = int(limits.pop("rows", 8))  # type: ignore[call-overload]
+    max_num_seqs = int(limits.pop("max_num_seqs", 8))  # type: ignore[call-overload]
     server = Server(
         model,
         tokenizer,
         "nano",
-        Scheduler(model, policy, rows=rows),
+        Scheduler(model, policy, max_num_seqs=max_num_seqs),
         key=key,
         limits=Limits(**limits),
         calibrated=calibrated,  # type: ignore[arg-type]

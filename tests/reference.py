@@ -36,7 +36,7 @@ class Reference:
         self.keys: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # (layer, position, step) -> key, value
         self.last: dict[tuple[int, int], int] = {}  # (layer, position) -> last step
 
-    def turn(self, x: Tensor, position: int) -> Tensor:
+    def rotate(self, x: Tensor, position: int) -> Tensor:
         """Rotate one head's vector: the pair (i, i + D/2) by the angle position / base^(2i/D)."""
         D = len(x)
         y = x.clone()
@@ -56,7 +56,7 @@ class Reference:
         if c.qk_bias:
             q, key = q + p[f"{name}.attn.qk_bias"][:h], key + p[f"{name}.attn.qk_bias"][h:]
         if c.positions == "rotary":
-            q, key = torch.stack([self.turn(v, t) for v in q]), torch.stack([self.turn(v, t) for v in key])
+            q, key = torch.stack([self.rotate(v, t) for v in q]), torch.stack([self.rotate(v, t) for v in key])
         self.keys[layer, t, k], self.last[layer, t] = (key, value), k
         mixed = []
         for i in range(h):
@@ -91,7 +91,7 @@ class Reference:
             x = self.layer(f"stages.{stage}.blocks.{i}", layer, x, t, k)
         return rms(x, self.p[f"stages.{stage}.norm.weight"], c.norm_eps) if c.group_norm == "step" else x
 
-    def token(self, token: int, t: int, leaves: Leaves, most: int) -> tuple[Tensor, list[int]]:
+    def token(self, token: int, t: int, leaves: Leaves, max_loops: int) -> tuple[Tensor, list[int]]:
         """Logits of the token at position t, and its steps in each group; `leaves(g, t, states)` says after each whether it goes."""
         c, p = self.c, self.p
         x = p["wte.weight"][token]
@@ -108,7 +108,7 @@ class Reference:
             starts = {"zeros": torch.zeros_like(e), "input": e, "noise": self.noise(g, torch.tensor([t]), c.n_embd)[0].double()}
             x = starts[c.start]
             states = [x]
-            for k in range(1, most + 1):
+            for k in range(1, max_loops + 1):
                 if c.noise == "every_step":
                     fresh = self.noise(g, torch.tensor([t]), c.n_embd, k)[0].double()
                     x = (1 - c.noise_mix) * x + c.noise_mix * fresh
@@ -145,7 +145,7 @@ class Reference:
         """Logits (T, V); loops[t][g] are the steps of each token in each group."""
         return self.leaving(ids, lambda g, t, states: states[-1] if len(states) > loops[t][g] else None, 10**6)[0]
 
-    def leaving(self, ids: list[int], leaves: Leaves, most: int) -> tuple[Tensor, list[list[int]]]:
+    def leaving(self, ids: list[int], leaves: Leaves, max_loops: int) -> tuple[Tensor, list[list[int]]]:
         """Logits (T, V) and steps [t][g] of a sequence whose tokens leave as `leaves` says, after `most` steps at the latest."""
-        tokens = [self.token(token, t, leaves, most) for t, token in enumerate(ids)]
+        tokens = [self.token(token, t, leaves, max_loops) for t, token in enumerate(ids)]
         return torch.stack([logits for logits, _ in tokens]), [steps for _, steps in tokens]

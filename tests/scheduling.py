@@ -6,12 +6,10 @@ import random
 import twoscale
 from models import LAYOUTS, loud, small_model
 from twoscale import exits
-from twoscale.engine.sample import Sampling
-from twoscale.exits import plan
-from twoscale.serve.job import Job, Settings
-from twoscale.serve.scheduler import Policy, Scheduler
+from twoscale.engine.policy import POLICIES as POLICIES
+from twoscale.engine.request import Request, SamplingParams, loop_params
+from twoscale.engine.scheduler import Scheduler
 
-POLICIES: tuple[Policy, ...] = ("lockstep", "depth")
 RULES = (exits.StepNorm(0.5), exits.Acceleration(1.0), exits.KL(0.05), exits.RandomExit(3.0), None, exits.Confidence(0.05, read="coda"))
 
 
@@ -19,25 +17,39 @@ def model_of(layout: str = "default") -> twoscale.LoopedGPT:
     return loud(dataclasses.replace(small_model(block_size=64), **LAYOUTS[layout]), 0, scale=0.1)
 
 
-def job_of(
-    model: twoscale.LoopedGPT, seed: int, rule: exits.Rule | None = RULES[0], longest: int = 30, kv: str = "exact", **changes: object
-) -> Job:
+def request_of(
+    model: twoscale.LoopedGPT,
+    seed: int,
+    rule: exits.Rule | None = RULES[0],
+    longest: int = 30,
+    new: int | None = None,
+    temperature: float | None = None,
+    loops: int = 7,
+    kv: str = "exact",
+    **changes: object,
+) -> Request:
     chance = random.Random(seed)
     prompt = [chance.randrange(model.config.vocab_size) for _ in range(chance.randint(1, longest))]
-    settings = Settings(plan(rule, model.config.n_groups), model.config.loops_for(7), kv)
-    sampling = Sampling(chance.choice((0.0, 0.8)))
-    return dataclasses.replace(Job(prompt, chance.randint(1, 12), settings, sampling), **changes)
+    drawn = chance.choice((0.0, 0.8)), chance.randint(1, 12)
+    sampling = SamplingParams(drawn[0] if temperature is None else temperature, max_new_tokens=new or drawn[1])
+    return dataclasses.replace(Request(prompt, sampling, loop_params(model, exit=rule, loops=loops, kv=kv)), **changes)
 
 
-def check(model: twoscale.LoopedGPT, job: Job) -> None:
-    """A job has what `generate` gives to its prompt alone."""
-    s = job.settings
-    assert job.sampling.seed == s.seed  # `generate` has one seed for start states and draws
-    want = twoscale.generate(
-        model, [job.prompt], job.most, exit=s.exit, loops=s.loops, kv=s.kv, temperature=job.sampling.temperature, seed=s.seed
+def alone(model: twoscale.LoopedGPT, request: Request, **settings: object) -> twoscale.engine.Generation:
+    """What `generate` gives to a request's prompt alone."""
+    s, p = request.sampling, request.params
+    assert s.seed == p.seed  # `generate` has one seed for start states and draws
+    rules = {g: rule for g, rule in enumerate(p.rules) if rule is not None}
+    return twoscale.generate(
+        model, [request.prompt], s.max_new_tokens, exit=rules, loops=p.loops, kv=p.kv, temperature=s.temperature, seed=s.seed, **settings
     )
-    assert job.finish == "length" and job.steps == want.steps[0] and job.prompt_steps == want.prompt_steps[0]
-    assert job.tokens == want.tokens[0]
+
+
+def check(model: twoscale.LoopedGPT, request: Request) -> None:
+    """A request has what it gets alone."""
+    want = alone(model, request)
+    assert request.finish == "length" and request.steps == want.steps[0] and request.prompt_steps == want.prompt_steps[0]
+    assert request.tokens == want.tokens[0]
 
 
 def finish(scheduler: Scheduler, rounds: int = 20_000) -> None:

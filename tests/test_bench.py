@@ -66,7 +66,7 @@ def test_busy_and_sampling(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(busy, "SETTLE", 0.01)
     started: list[busy.OtherPrograms] = []
     begin = busy.OtherPrograms.__init__
-    monkeypatch.setattr(busy.OtherPrograms, "__init__", lambda self, most: (begin(self, most), started.append(self))[0])
+    monkeypatch.setattr(busy.OtherPrograms, "__init__", lambda self, limit: (begin(self, limit), started.append(self))[0])
     code, out, _ = cli("bench", "decode", "--busy", "--preset", "nano", "--repeats", 1)
     assert code == 0 and "one core busy" in out and "README's example" in out and out.count("x") >= 4
     code, out, _ = cli("bench", "serve", "--busy", "--rounds", 1)
@@ -88,5 +88,5 @@ def test_attack(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = cli("bench", "serve", "--preset", "nano", "--attack", "--rounds", 1, "--clients", 2, "--new", 2, 4)
     assert code == 0 and "half-open" in out and "of 8 within 3x" in out, err
     assert len(found[0].quiet) == len(found[0].attacked) == 1 and len(found[0].ratios) == 8
-    made = attack.Attacked([[1.0, 2.0], [3.0, 2.0], [2.0, 4.0]], [[4.0, 2.0], [2.0, 2.0], [8.0, 9.0]], 5)
-    assert made.ratios == [2.0, 1.0]
+    attacked = attack.Attacked([[1.0, 2.0], [3.0, 2.0], [2.0, 4.0]], [[4.0, 2.0], [2.0, 2.0], [8.0, 9.0]], 5)
+    assert attacked.ratios == [2.0, 1.0]

@@ -37,9 +37,9 @@ def test_files() -> None:
 
 def test_figures(run: Path) -> None:
     """The card's bits per byte come out again, and taking loops away costs."""
-    told = float(re.search(r"([\d.]+) bits per byte", CARD)[1])  # type: ignore[index]
+    printed = float(re.search(r"([\d.]+) bits per byte", CARD)[1])  # type: ignore[index]
     found = twoscale.evaluate(run, windows=64)
-    assert found.bits_per_byte == pytest.approx(told, rel=0.03)  # the text is Python's own and differs a little between versions
+    assert found.bits_per_byte == pytest.approx(printed, rel=0.03)  # the text is Python's own and differs a little between versions
     shallow = twoscale.evaluate(run, windows=64, loops=1)
     assert found.loops == [12] * 3 and shallow.tokens == found.tokens
     assert shallow.ce > found.ce + 0.04  # 0.068 on this text, which is code-like; more on what it was made for, see below

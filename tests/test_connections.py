@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from http_client import post, serving, wait_for
-from twoscale.serve.connections import most_connections
+from twoscale.serve.connections import max_connections
 from twoscale.serve.limits import Limits
 from twoscale.serve.logs import RateLimit
 
@@ -82,7 +82,7 @@ def answer(sock: socket.socket) -> bytes:
 def test_slow_senders(loaded, data: bytes) -> None:  # type: ignore[no-untyped-def]
     """A request of which a part does not come in time is answered with 408 and its connection closed, also if bytes keep trickling in."""
     with (
-        serving(loaded, read_seconds=0.5, idle_seconds=60.0) as (address, _),
+        serving(loaded, read_timeout=0.5, idle_timeout=60.0) as (address, _),
         half_open(address.removeprefix("http://"), 1, data) as (sock,),
     ):
         with contextlib.suppress(OSError):
@@ -97,14 +97,14 @@ def test_slow_senders(loaded, data: bytes) -> None:  # type: ignore[no-untyped-d
 
 def test_idle_connections(loaded) -> None:  # type: ignore[no-untyped-def]
     """Requests share a connection, also when two are sent at once; without a request it is closed after a while."""
-    with serving(loaded, idle_seconds=0.4) as (address, _), half_open(address.removeprefix("http://"), 1, 2 * (HEAD + ASK)) as (sock,):
+    with serving(loaded, idle_timeout=0.4) as (address, _), half_open(address.removeprefix("http://"), 1, 2 * (HEAD + ASK)) as (sock,):
         found = answer(sock)
         assert found.count(b"200 OK") == 2 and b"408" not in found
 
 
 def test_oldest_first(loaded) -> None:  # type: ignore[no-untyped-def]
     """Where too many connections are open, those that have waited longest for their client are closed, and new clients are served."""
-    with serving(loaded, connections=4) as (address, _), half_open(address.removeprefix("http://"), 10) as sockets:
+    with serving(loaded, max_connections=4) as (address, _), half_open(address.removeprefix("http://"), 10) as sockets:
         assert [post(address, ASK)[0] for _ in range(3)] == [200] * 3
         wait_for(lambda: all(answer_now(sock) == b"" for sock in sockets[:6]))
         assert answer_now(sockets[-1]) is None  # still open
@@ -126,7 +126,7 @@ def test_slow_readers(loaded) -> None:  # type: ignore[no-untyped-def]
     body = json.dumps(
         {"prompt": ["the loop turns"] * 16, "n": 4, "max_tokens": 60, "logprobs": 5, "stream": True, "temperature": 1}
     ).encode()
-    with serving(loaded, write_seconds=0.5, rows=64) as (address, server):
+    with serving(loaded, write_timeout=0.5, max_num_seqs=64) as (address, server):
         name, port = address.removeprefix("http://").split(":")
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -151,9 +151,9 @@ def test_key_before_body(loaded) -> None:  # type: ignore[no-untyped-def]
 def test_bound_follows_the_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections never use up the files that the process may open."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert most_connections(Limits(connections=1000)) == 192 and most_connections(Limits(connections=10)) == 10
+    assert max_connections(Limits(max_connections=1000)) == 192 and max_connections(Limits(max_connections=10)) == 10
     monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))  # no limit
-    assert most_connections(Limits(connections=1000)) == 1000
+    assert max_connections(Limits(max_connections=1000)) == 1000
 
 
 def test_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

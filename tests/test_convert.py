@@ -47,8 +47,8 @@ def test_retrofit(tmp_path: Path, cli: CommandLine) -> None:
     corpus = tmp_path / "text.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"the loop {i} turns until no step changes the state " * 12}) + "\n" for i in range(60)))
     ours = ("--data.source", str(corpus), "--data.val-fraction", "0.3")
-    made = cli("convert", str(plain), "--groups", "1-2", "--loops", "2", "--out", str(run), *ours)
-    assert made[0] == 0, made[2]
+    outcome = cli("convert", str(plain), "--groups", "1-2", "--loops", "2", "--out", str(run), *ours)
+    assert outcome[0] == 0, outcome[2]
     tokenizer = Tokenizer.load(run / "data")
     assert tokenizer.pipeline.id_to_token(tokenizer.eot) == "</s>"
     assert twoscale.load(run)[1].eot == tokenizer.eot and tokenizer.byte_lengths()[tokenizer.eot] == 0
@@ -77,8 +77,8 @@ def test_looped_models_become_runs(tmp_path: Path, shards: Path, cli: CommandLin
     """An export is taken as it is, on text of its own or on shards that are there; the text must have its tokenizer."""
     start_run(nano_run(steps=4), tmp_path / "run", shards)
     assert cli("export", str(tmp_path / "run"), "--out", str(tmp_path / "out"))[0] == 0
-    made = cli("convert", str(tmp_path / "out"), "--out", str(tmp_path / "again"), "--data-dir", str(shards))
-    assert made[0] == 0, made[2]
+    outcome = cli("convert", str(tmp_path / "out"), "--out", str(tmp_path / "again"), "--data-dir", str(shards))
+    assert outcome[0] == 0, outcome[2]
     first, second = (cli("eval", str(tmp_path / name), "--windows", "4") for name in ("run", "again"))
     assert first[0] == 0 and first[1].splitlines()[1:] == second[1].splitlines()[1:]
     other = tmp_path / "other"

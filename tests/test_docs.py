@@ -172,8 +172,8 @@ def test_file_tree() -> None:
     tree = next(b for b in blocks(ROOT / "docs" / "architecture.md", "") if b.startswith("src/twoscale/"))
     listed = set(re.findall(r"^\s+([\w/]+\.py)", tree, flags=re.M))
     package = ROOT / "src" / "twoscale"
-    there = {str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"}
-    assert listed == there, listed ^ there
+    existing = {str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"}
+    assert listed == existing, listed ^ existing
 
 
 def test_links() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from reference import Reference
 from reference_rules import leaves
 from twoscale import exits
 from twoscale.config import ModelConfig
-from twoscale.engine import Engine, Loop
-from twoscale.engine.native import FUSED, native
+from twoscale.engine import Engine, Loop, loop_params
+from twoscale.engine.kernels.library import native
 from twoscale.engine.rows import Rows, part_of
 from twoscale.model import LoopedGPT
 
@@ -95,9 +96,9 @@ def agree(sequence: int, got: Tensor, steps: list[list[int]], expected: Tensor, 
         assert torch.allclose(got[t].double(), expected[t].double(), atol=1e-4), f"{rule.rule}: sequence {sequence}, token {t}"
 
 
-def token_by_token(engine: Engine, rows: list[list[int]]) -> tuple[list[Tensor], list[list[list[int]]]]:
+def token_by_token(engine: Engine, rows: list[list[int]], **params: Any) -> tuple[list[Tensor], list[list[list[int]]]]:
     """Every sequence through the cache, one token a pass, all sequences together."""
-    caches = [engine.open(len(row)) for row in rows]
+    caches = [engine.open(len(row), loop_params(engine.model, **params)) for row in rows]
     logits: list[list[Tensor]] = [[] for _ in rows]
     steps: list[list[list[int]]] = [[] for _ in rows]
     for t in range(max(map(len, rows))):
@@ -109,8 +110,8 @@ def token_by_token(engine: Engine, rows: list[list[int]]) -> tuple[list[Tensor],
     return [torch.stack(row) for row in logits], steps
 
 
-def draw_rows(data: st.DataObject, most: int = 4, longest: int = 14) -> list[list[int]]:
-    return data.draw(st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=longest), min_size=1, max_size=most))
+def draw_rows(data: st.DataObject, max_rows: int = 4, longest: int = 14) -> list[list[int]]:
+    return data.draw(st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=longest), min_size=1, max_size=max_rows))
 
 
 def model_of(layout: str, seed: int = 0) -> LoopedGPT:
@@ -124,10 +125,10 @@ def test_prefill_is_decode(data: st.DataObject) -> None:
     """A whole batch in parallel gives the same steps and logits as token by token through the cache; work is the sum of steps."""
     model = model_of(data.draw(st.sampled_from(sorted(LAYOUTS))), data.draw(st.integers(0, 3)))
     rule = Noting.of(data.draw(st.sampled_from(RULES)))
-    rows, kernels = draw_rows(data), data.draw(st.sampled_from(["auto", "plain"]))
+    rows, kernels = draw_rows(data), data.draw(st.sampled_from(["auto", "torch"]))
     out = twoscale.forward(model, rows, exit=rule, loops=8)
-    engine = Engine(model, exit=rule, loops=8, kernels=kernels)
-    logits, steps = token_by_token(engine, rows)
+    engine = Engine(model, kernels=kernels)
+    logits, steps = token_by_token(engine, rows, exit=rule, loops=8)
     for b, row in enumerate(rows):
         agree(b, logits[b], steps[b], out.logits[b, : len(row)], out.steps[b, : len(row)].tolist(), rule)
     assert engine.work == [sum(s[g] for row in steps for s in row) for g in range(model.config.n_groups)]
@@ -144,7 +145,7 @@ def test_batch_invariance(data: st.DataObject) -> None:
     together, alone = (twoscale.forward(model, r, exit=rule, loops=8) for r in (rows, [rows[b]]))
     n = len(rows[b])
     agree(b, alone.logits[0], alone.steps[0].tolist(), together.logits[b, :n], together.steps[b, :n].tolist(), rule)
-    crowd, single = (token_by_token(Engine(model, exit=rule, loops=8), r) for r in (rows, [rows[b]]))
+    crowd, single = (token_by_token(Engine(model), r, exit=rule, loops=8) for r in (rows, [rows[b]]))
     agree(b, single[0][0], single[1][0], crowd[0][b], crowd[1][b], rule)
 
 
@@ -158,7 +159,7 @@ def test_reference(rule: exits.Rule, layout: str) -> None:
     model, noting = model_of(layout), Noting.of(rule)
     ids = torch.randint(0, 64, (2, 7), generator=torch.Generator().manual_seed(1)).tolist()
     out = twoscale.forward(model, ids, exit=noting, loops=7)
-    cached = token_by_token(Engine(model, exit=noting, loops=7), ids)
+    cached = token_by_token(Engine(model), ids, exit=noting, loops=7)
     for b, row in enumerate(ids):
         reference = Reference(model)
         logits, steps = reference.leaving(row, leaves(rule, reference), 7)
@@ -182,14 +183,14 @@ def test_rules_of_their_own() -> None:
     assert (steps[..., 0] == 5).all() and (steps[..., 1] == 2).all()
 
 
-@pytest.mark.parametrize("kernels", ["auto", "packed", "plain"])
+@pytest.mark.parametrize("kernels", ["auto", "packed", "torch"])
 def test_nobody_leaves(kernels: str) -> None:
     """Where no rule fires, parallel, through the cache and the model's own loop are the same."""
     model = loud(small_model())
     ids = torch.randint(0, 64, (3, 12))
     plain = twoscale.forward(model, ids, loops=4)
     rows = twoscale.forward(model, ids, loops=4, exit=exits.StepNorm(0.0))
-    cached = token_by_token(Engine(model, loops=4, kernels=kernels), ids.tolist())[0]
+    cached = token_by_token(Engine(model, kernels=kernels), ids.tolist(), loops=4)[0]
     assert (rows.steps == 4).all() and torch.allclose(rows.logits, plain.logits, atol=1e-4)
     assert torch.allclose(torch.stack(cached), plain.logits, atol=1e-4)
 
@@ -201,8 +202,8 @@ def test_chunked_prefill(rule: exits.Rule, pieces: list[int]) -> None:
     model, noting = loud(small_model()), Noting.of(rule)
     ids = torch.randint(0, 64, (1, 12)).tolist()[0]
     whole = twoscale.forward(model, [ids], exit=noting, loops=8)
-    engine, done, steps = Engine(model, exit=noting, loops=8), 0, []
-    cache = engine.open(12)
+    engine, done, steps = Engine(model), 0, []
+    cache = engine.open(12, loop_params(model, exit=noting, loops=8))
     for n in pieces:
         x, taken = engine.run([(0, cache, ids[done : done + n])])
         done, steps = done + n, steps + taken.tolist()
@@ -215,23 +216,21 @@ def test_rows_of_different_depths_share_calls() -> None:
     model = loud(small_model(groups=((0, 1),)))
     rule = exits.Acceleration(3.0)
     ids = [[3], [9], [27], [50]]
-    wanted = [token_by_token(Engine(model, exit=rule, loops=8), [row]) for row in ids]
-    engine = Engine(model, exit=rule, loops=8)
+    wanted = [token_by_token(Engine(model), [row], exit=rule, loops=8) for row in ids]
+    engine, params = Engine(model), loop_params(model, exit=rule, loops=8)
     loop, results = Loop(engine, 0), {}
     waiting = list(range(len(ids)))
     with torch.inference_mode():
         while waiting or len(loop):
             if waiting:
                 b = waiting.pop(0)
-                cache = engine.open(1)
-                cache.length = 1
-                position, token = torch.tensor([0]), torch.tensor(ids[b])
-                loop.admit(
-                    Rows([part_of(b, cache, 0, 1)], torch.tensor([[0], ids[b], [b]]), engine.library), engine.model.embed(token, position)
-                )
-            left = loop.advance()
-            if left is not None:
-                results.update({int(p): (x, int(n)) for p, x, n in zip(left.places, left.x, left.steps, strict=True)})
+                cache = engine.open(1, params)
+                cache.extend(1)
+                rows = Rows([part_of(b, cache, 0, 1)], torch.tensor([[0], ids[b]]), engine.kernels)
+                loop.admit(rows, engine.embed(rows))
+            finished = loop.advance()
+            if finished is not None:
+                results.update({part.sequence: (x, part.k) for part, x in zip(finished.rows.parts, finished.x, strict=True)})
     assert len({n for _, n in results.values()}) > 1, "the rows should differ in depth"
     for b in range(len(ids)):
         x, n = results[b]
@@ -263,10 +262,10 @@ def test_what_the_cache_keeps(kv: str) -> None:
     rule = Noting.of(exits.Acceleration(3.0))
     reference = Kept(model)
     logits, steps = reference.leaving(ids, leaves(rule.rule, reference), 7)
-    got, taken = token_by_token(Engine(model, exit=rule, loops=7, kv=kv), [ids])
+    got, taken = token_by_token(Engine(model), [ids], exit=rule, loops=7, kv=kv)
     agree(0, got[0], taken[0], logits, steps, rule)
     if kv == "ring:99":
-        exact = token_by_token(Engine(model, exit=rule, loops=7), [ids])
+        exact = token_by_token(Engine(model), [ids], exit=rule, loops=7)
         assert exact[1] == taken and torch.equal(exact[0][0], got[0])
 
 
@@ -316,16 +315,16 @@ def test_config_without_groups() -> None:
 @pytest.mark.parametrize("heads, head", [(2, 16), (3, 32), (2, 48), (1, 64), (2, 72), (1, 96)])
 def test_bits(heads: int, head: int) -> None:
     """With the C kernels a row's states do not depend, to the bit, on the rows beside it: whole, in pieces, one by one, in company."""
-    if native() is None or FUSED < 512:
-        pytest.skip("the kernels are not used here, or only for few rows")
+    if native() is None:
+        pytest.skip("no C compiler on this machine")
     config = dataclasses.replace(small_model(block_size=64), n_head=heads, n_embd=heads * head)
     model = loud(config, 0, scale=0.1)
     chance = torch.Generator().manual_seed(1)
     ids = torch.randint(0, config.vocab_size, (4, 23), generator=chance).tolist()
 
     def states(*pieces: list[int], company: int = 0) -> torch.Tensor:
-        engine = Engine(model, loops=5, exit=exits.Acceleration(1.0, normalize="steps"))
-        mine, others, found = engine.open(64), [engine.open(64) for _ in range(company)], []
+        engine, params = Engine(model), loop_params(model, loops=5, exit=exits.Acceleration(1.0, normalize="steps"))
+        mine, others, found = engine.open(64, params), [engine.open(64, params) for _ in range(company)], []
         for piece in pieces:
             x, _ = engine.run(
                 [*((0, cache, other[: 1 + len(piece) // 2]) for cache, other in zip(others, ids[1:], strict=False)), (0, mine, piece)]

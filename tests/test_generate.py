@@ -14,14 +14,15 @@ from forked import run_script
 from models import loud
 from twoscale import UserError, exits
 from twoscale.engine.cache import bytes_per_token
-from twoscale.engine.native import native
+from twoscale.engine.kernels.library import native
+from twoscale.engine.request import LoopParams
 from twoscale.train import start_run
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 9, [60]]
 
 
 @pytest.mark.parametrize("rule", [None, exits.Acceleration(3.0), exits.KL(0.05), exits.KL(0.05, read="coda")], ids=str)
-@pytest.mark.parametrize("kernels", ["auto", "plain"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_greedy(rule: exits.Rule | None, kernels: str) -> None:
     """Greedy tokens and their steps are those of a parallel pass over the finished text; a text is the same alone."""
     model = loud(small_model(), scale=0.1)
@@ -41,7 +42,7 @@ def test_greedy(rule: exits.Rule | None, kernels: str) -> None:
 def test_kernels_agree() -> None:
     """C kernels, packed and plain operators write the same text."""
     model = loud(small_model(n_embd=64, positions="rotary", n_kv_head=2, mlp="gated", qk_bias=True), scale=0.1)
-    texts = [twoscale.generate(model, PROMPTS, 20, loops=5, kernels=kernels).tokens for kernels in ("auto", "packed", "plain")]
+    texts = [twoscale.generate(model, PROMPTS, 20, loops=5, kernels=kernels).tokens for kernels in ("auto", "packed", "torch")]
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -49,7 +50,7 @@ def test_packed_weights() -> None:
     """At a width where packing pays, packed and plain operators agree, for one row and for several."""
     model = loud(small_model(n_embd=512, n_head=8, n_layer=3, groups=((1,),)), scale=0.02)
     outs = [twoscale.forward(model, [[1, 2, 3, 4], [5]], exit=exits.Fixed(3)).logits]
-    outs += [torch.tensor(twoscale.generate(model, [[1, 2, 3, 4], [5]], 6, kernels=k).tokens) for k in ("packed", "plain", "auto")]
+    outs += [torch.tensor(twoscale.generate(model, [[1, 2, 3, 4], [5]], 6, kernels=k).tokens) for k in ("packed", "torch", "auto")]
     assert torch.equal(outs[1], outs[2]) and torch.equal(outs[2], outs[3])
     assert torch.allclose(outs[0], twoscale.forward(model, [[1, 2, 3, 4], [5]], loops=3).logits, atol=1e-4)
 
@@ -58,11 +59,11 @@ def test_a_row_to_the_bit() -> None:
     """With the C kernels, a row's tokens' states do not depend on the rows beside it, to the bit."""
     if native() is None:
         pytest.skip("no C compiler on this machine")
-    from twoscale.engine import Engine
+    from twoscale.engine import Engine, loop_params
 
     model = loud(small_model())
-    engine = Engine(model, loops=6)
-    crowd, alone = [engine.open(4) for _ in range(7)], engine.open(4)
+    engine, params = Engine(model), loop_params(model, loops=6)
+    crowd, alone = [engine.open(4, params) for _ in range(7)], engine.open(4, params)
     for token in (5, 9, 2, 33):
         x, _ = engine.run([(b, cache, [token if b == 3 else b]) for b, cache in enumerate(crowd)])
         y, _ = engine.run([(0, alone, [token])])
@@ -73,7 +74,8 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     """Where there is no compiler, or the kernels are turned off, the same text is written by torch's operators."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import twoscale\nfrom models import loud, small_model\nfrom twoscale.engine.native import native\n"
+        "import twoscale\nfrom models import loud, small_model\n"
+        "from twoscale.engine.kernels.library import native\n"
         "print(native() is None, twoscale.generate(loud(small_model()), [[1, 2, 3]], 8).tokens)\n"
     )
     here = str(Path(__file__).parent)
@@ -89,13 +91,13 @@ def test_stop_and_callback() -> None:
     model = loud(small_model())
     free = twoscale.generate(model, PROMPTS, 10, loops=4)
     stop = free.tokens[0][2]
-    heard: list[tuple[int, int, tuple[int, ...]]] = []
-    gen = twoscale.generate(model, PROMPTS, 10, loops=4, stop=[stop], callback=lambda *event: heard.append(event))
+    calls: list[tuple[int, int, tuple[int, ...]]] = []
+    gen = twoscale.generate(model, PROMPTS, 10, loops=4, stop=[stop], callback=lambda *event: calls.append(event))
     for row, whole in enumerate(free.tokens):
         cut = whole[: whole.index(stop) + 1] if stop in whole else whole
         assert gen.tokens[row] == cut and gen.finish[row] == ("stop" if stop in whole else "length")
-        assert [t for r, t, _ in heard if r == row] == cut
-    assert [s for r, _, s in heard if r == 1] == gen.steps[1]
+        assert [t for r, t, _ in calls if r == row] == cut
+    assert [s for r, _, s in calls if r == 1] == gen.steps[1]
 
 
 def test_sampling() -> None:
@@ -110,12 +112,16 @@ def test_cache_bytes() -> None:
     """kv="last" holds what a plain GPT holds; "exact" at most one level a step that was taken; ring:n n of them."""
     config = small_model()
     plain = config.n_layer * 2 * 32 * 4  # keys and values, fp32
-    assert bytes_per_token(config, (9, 9), "last") <= 1.05 * plain
-    assert bytes_per_token(config, (9, 9), "ring:4") == plain // 5 * (2 + 3 * 4)
-    assert bytes_per_token(config, (9, 9), "exact") == plain // 5 * (2 + 3 * 9)
+
+    def params(kv: str) -> LoopParams:
+        return LoopParams((None, None), (9, 9), kv)
+
+    assert bytes_per_token(config, params("last")) <= 1.05 * plain
+    assert bytes_per_token(config, params("ring:4")) == plain // 5 * (2 + 3 * 4)
+    assert bytes_per_token(config, params("exact")) == plain // 5 * (2 + 3 * 9)
     model = loud(config)
     held = {kv: twoscale.generate(model, [[1, 2, 3]], 20, loops=9, kv=kv).cache_bytes for kv in ("last", "ring:4", "exact")}
-    assert held["last"] == plain * 22 and held["ring:4"] == bytes_per_token(config, (9, 9), "ring:4") * 22
+    assert held["last"] == plain * 22 and held["ring:4"] == bytes_per_token(config, params("ring:4")) * 22
     early = twoscale.generate(model, [[1, 2, 3]], 20, loops=9, exit=exits.Fixed(2)).cache_bytes
     assert early < held["exact"] / 3, "levels that nobody has reached do not exist"
 
@@ -187,7 +193,7 @@ def test_bad_input(call, words: str) -> None:  # type: ignore[no-untyped-def]
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "plain"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_nan_weights(kernels: str) -> None:
     """NaN in any weight is said, by forward and by generate, with and without a rule."""
     for name in ("wte.weight", "stages.1.blocks.0.mlp.up.weight", "stages.2.adapter.weight", "stages.0.blocks.0.norm1.weight"):

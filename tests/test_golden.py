@@ -110,8 +110,8 @@ def test_ouro_gate() -> None:
     gate = model.groups[0].gate
     assert gate is not None
     with torch.no_grad():
-        told = gate(expected["hidden_by_loop"])
-    assert torch.allclose(told, expected["gate_by_loop"], atol=1e-4)
+        printed = gate(expected["hidden_by_loop"])
+    assert torch.allclose(printed, expected["gate_by_loop"], atol=1e-4)
     rule = exits.Gate(0.5)
     steps = exit_steps(rule, record_signals(model, HeldOut(ids, ids, ids, "windows"), rule, 4)[0][..., 0]).view(ids.shape)
     every = torch.stack([twoscale.forward(model, ids, loops=n).logits for n in (1, 2, 3, 4)])

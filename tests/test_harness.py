@@ -77,8 +77,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 def direct(model: twoscale.LoopedGPT, context: list[int], continuation: list[int], **how: object) -> float:
     """log p(continuation | context), one whole pass, added up."""
     logits = twoscale.forward(model, [context + continuation], **how).logits[0].double()  # type: ignore[arg-type]
-    told = torch.log_softmax(logits, dim=-1)
-    return sum(float(told[len(context) - 1 + i, token]) for i, token in enumerate(continuation))
+    printed = torch.log_softmax(logits, dim=-1)
+    return sum(float(printed[len(context) - 1 + i, token]) for i, token in enumerate(continuation))
 
 
 @pytest.mark.parametrize("how", [{"loops": 4}, {"loops": 8, "exit": twoscale.exits.StepNorm(2.0)}], ids=["fixed", "exit"])
@@ -156,5 +156,5 @@ def test_lambada_and_blimp(run: Path, tmp_path: Path, cli: CommandLine) -> None:
     last = [score(tokenizer.encode(t.rsplit(" ", 1)[0]), " " + t.rsplit(" ", 1)[1]) for t in passages]
     numbers = {line.split()[0]: line for line in out.splitlines()}
     assert f"acc {sum(better) / len(better):.4f}" in numbers["local_blimp"], out
-    told = float(numbers["local_lambada"].split("perplexity ")[1].split()[0])
-    assert math.log(told) == pytest.approx(-sum(last) / len(last), rel=1e-3) and "6.00 of 6" not in out, out
+    printed = float(numbers["local_lambada"].split("perplexity ")[1].split()[0])
+    assert math.log(printed) == pytest.approx(-sum(last) / len(last), rel=1e-3) and "6.00 of 6" not in out, out

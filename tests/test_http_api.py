@@ -15,12 +15,12 @@ from conftest import CommandLine
 from http_client import client, metrics_of, openai, post, serving, wait_for
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.serve.choose import at, choose_policy
+from twoscale.engine.policy import choose_policy, cost_of
 
 
 @pytest.fixture(scope="module")
 def api(loaded):  # type: ignore[no-untyped-def]
-    with serving(loaded, body=20_000, calibrated=({0: exits.Fixed(2)}, 5)) as (address, server):
+    with serving(loaded, max_body=20_000, calibrated=({0: exits.Fixed(2)}, 5)) as (address, server):
         yield address, server
 
 
@@ -34,13 +34,13 @@ def test_completions(loaded, api, stream: bool) -> None:  # type: ignore[no-unty
         model="nano", prompt=prompts, max_tokens=8, n=2, temperature=0.7, seed=0, logprobs=2, stream=stream, extra_body=asked,
         **({"stream_options": {"include_usage": True}} if stream else {}),
     )  # fmt: skip
-    texts, steps, told, finish, usage = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)], [None] * 4, None  # type: ignore[var-annotated]
+    texts, steps, found, finish, usage = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)], [None] * 4, None  # type: ignore[var-annotated]
     for part in given if stream else [given]:
         usage = part.usage or usage
         for c in part.choices:
             texts[c.index] += c.text
             steps[c.index] += c.steps
-            told[c.index] += c.logprobs.token_logprobs
+            found[c.index] += c.logprobs.token_logprobs
             finish[c.index] = c.finish_reason or finish[c.index]
     rule = exits.StepNorm(2.0)
     for i, prompt in enumerate(prompts):
@@ -52,13 +52,13 @@ def test_completions(loaded, api, stream: bool) -> None:  # type: ignore[no-unty
             assert finish[2 * i + j] == want.finish[j]
             logits = twoscale.forward(model, [ids + want.tokens[j][:-1]], exit=rule, loops=6).logits[0, len(ids) - 1 :]
             direct = torch.log_softmax(logits, dim=-1)[torch.arange(len(want.tokens[j])), want.tokens[j]]
-            assert told[2 * i + j] == pytest.approx(direct.tolist(), abs=1e-4)
+            assert found[2 * i + j] == pytest.approx(direct.tolist(), abs=1e-4)
     assert usage is not None and usage.prompt_tokens == sum(len(tokenizer.encode(p)) for p in prompts)
     assert usage.completion_tokens == sum(len(s) for s in steps)
 
 
 def test_rules_and_models(loaded, api) -> None:  # type: ignore[no-untyped-def]
-    """Without a word on exits the calibrated rule is used; `none` runs all loops; models and health are told."""
+    """Without a word on exits the calibrated rule is used; `none` runs all loops; models and health are found."""
     address = api[0]
     assert [m.id for m in client(address).models.list()] == ["nano"]
     calibrated = post(address, json.dumps({"prompt": "a", "max_tokens": 4}).encode())[1]["choices"][0]["steps"]  # type: ignore[index]
@@ -96,9 +96,9 @@ def test_after_a_stop_word(loaded, api) -> None:  # type: ignore[no-untyped-def]
         choices = [c for part in parts for c in part.choices]
         steps = sum(len(c.steps) for c in choices)
         for c in choices:
-            told = c.logprobs
-            assert len(c.steps) == len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset)
-            assert all(token in top for token, top in zip(told.tokens, told.top_logprobs, strict=True))
+            found = c.logprobs
+            assert len(c.steps) == len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+            assert all(token in top for token, top in zip(found.tokens, found.top_logprobs, strict=True))
         assert parts[-1].usage.completion_tokens == steps
         counts.add(steps)
     assert len(counts) == 1
@@ -171,7 +171,7 @@ def test_malformed(api, name: str) -> None:  # type: ignore[no-untyped-def]
 def test_limits(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """Large bodies, a full queue, a request that takes too long, a wrong key."""
     assert post(api[0], b" " * 30_000)[0] == 413
-    with serving(loaded, key="secret", queue=1, rows=1, seconds=0.2) as (address, server):
+    with serving(loaded, key="secret", max_queue=1, max_num_seqs=1, timeout=0.2) as (address, server):
         assert post(address, b'{"prompt": "a"}')[0] == 401
         assert post(address, b'{"prompt": "a"}', {"Authorization": "Bearer wrong"})[0] == 401
         mine = {"Authorization": "Bearer secret"}
@@ -190,7 +190,7 @@ def test_limits(loaded, api) -> None:  # type: ignore[no-untyped-def]
 
 def test_time_limit(loaded) -> None:  # type: ignore[no-untyped-def]
     """When the time is up the answer ends with what there is and says so, streamed or whole; without one token it is 504."""
-    with serving(loaded, rows=1, seconds=1.0) as (address, server):
+    with serving(loaded, max_num_seqs=1, timeout=1.0) as (address, server):
         scheduler = server.worker.scheduler  # type: ignore[attr-defined]
         step = scheduler.step
         scheduler.step = lambda: time.sleep(0.04) or step()
@@ -223,9 +223,9 @@ UNKNOWN = {
 def test_unknown_fields(api, name: str) -> None:  # type: ignore[no-untyped-def]
     """A field that is not known is refused by its name, with the one that is nearest; those without effect at OpenAI are accepted."""
     status, body = post(api[0], json.dumps({"prompt": "a", "max_tokens": 1, name: None}).encode())
-    told = body["error"]
-    assert status == 400 and told["param"] == name[:100] and f"unknown field {name[:100]!r}" in told["message"]  # type: ignore[index]
-    assert (f"did you mean {UNKNOWN[name]!r}" if name in UNKNOWN else "known are ") in told["message"]  # type: ignore[index]
+    found = body["error"]
+    assert status == 400 and found["param"] == name[:100] and f"unknown field {name[:100]!r}" in found["message"]  # type: ignore[index]
+    assert (f"did you mean {UNKNOWN[name]!r}" if name in UNKNOWN else "known are ") in found["message"]  # type: ignore[index]
     status, body = post(api[0], b'{"prompt": "a", "stream": true, "stream_options": {"include_usages": true}}')
     assert status == 400 and "include_usage" in body["error"]["message"]  # type: ignore[index]
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "stream_options": {"include_obfuscation": False}}
@@ -283,7 +283,7 @@ def test_key(loaded) -> None:  # type: ignore[no-untyped-def]
 def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
     """Whoever hangs up, streaming or waiting, is cancelled within a token; the others get all of theirs."""
     model, tokenizer = loaded
-    with serving(loaded, rows=4) as (address, server):
+    with serving(loaded, max_num_seqs=4) as (address, server):
         scheduler = server.worker.scheduler  # type: ignore[attr-defined]
         step = scheduler.step
         scheduler.step = lambda: time.sleep(0.02) or step()
@@ -336,7 +336,7 @@ def test_policy_by_cost(loaded) -> None:  # type: ignore[no-untyped-def]
     one = twoscale.LoopedGPT(dataclasses.replace(loaded[0].config, groups=((1, 2),)))
     assert [choose_policy(one, 32, curve)[0] for curve in (flat, steep)] == ["depth", "lockstep"]
     assert [choose_policy(loaded[0], 32, curve)[0] for curve in (flat, steep)] == ["lockstep", "lockstep"]
-    assert at({1: 1.0, 4: 4.0}, 2) == 2.0 and at({1: 1.0, 4: 4.0}, 8) == 8.0 and at({1: 1.0, 4: 4.0}, 0.5) == 1.0
+    assert cost_of(2, {1: 1.0, 4: 4.0}) == 2.0 and cost_of(8, {1: 1.0, 4: 4.0}) == 8.0 and cost_of(0.5, {1: 1.0, 4: 4.0}) == 1.0
 
 
 def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

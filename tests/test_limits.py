@@ -208,8 +208,8 @@ def test_a_raised_limit_goes_on(tmp_path: Path) -> None:
     config = DataConfig(source=str(tmp_path / "a.txt"), max_document_mb=1)
     with pytest.raises(UserError, match="document 1 is longer than 1 MB"):
         prepare(config, tmp_path / "out")
-    made = prepare(dataclasses.replace(config, max_document_mb=3), tmp_path / "out")
-    assert prepare(config, tmp_path / "out") == made
+    manifest = prepare(dataclasses.replace(config, max_document_mb=3), tmp_path / "out")
+    assert prepare(config, tmp_path / "out") == manifest
 
 
 def test_special_files(tmp_path: Path, cli: CommandLine) -> None:
@@ -229,12 +229,12 @@ def test_special_files(tmp_path: Path, cli: CommandLine) -> None:
 def test_the_last_ending_counts(tmp_path: Path) -> None:
     """notes.jsonl.txt is text, notes.txt.jsonl.gz is JSON lines."""
     (tmp_path / "notes.jsonl.txt").write_text('{"text": "not parsed"}\n' * 40)
-    made = prepare(DataConfig(source=str(tmp_path / "notes.jsonl.txt")), tmp_path / "a")
-    assert made["counts"]["documents"] == 1
+    manifest = prepare(DataConfig(source=str(tmp_path / "notes.jsonl.txt")), tmp_path / "a")
+    assert manifest["counts"]["documents"] == 1
     with gzip.open(tmp_path / "notes.txt.jsonl.gz", "wb") as f:
         f.write(b'{"text": "parsed"}\n' * 40)
-    made = prepare(DataConfig(source=str(tmp_path / "notes.txt.jsonl.gz")), tmp_path / "b")
-    assert made["counts"]["documents"] == 40
+    manifest = prepare(DataConfig(source=str(tmp_path / "notes.txt.jsonl.gz")), tmp_path / "b")
+    assert manifest["counts"]["documents"] == 40
 
 
 def test_what_a_folder_leaves_out(tmp_path: Path, cli: CommandLine) -> None:

@@ -110,11 +110,11 @@ def test_bad_weights(tensors: dict[str, Tensor], word: str, tmp_path: Path) -> N
 def test_pickles_are_never_read(tmp_path: Path) -> None:
     """A folder that only has a pickle is refused, and what the pickle would have done is not done."""
     mark = tmp_path / "mark"
-    made = folder(tmp_path / "model", OURO, None)
-    (made / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
-    (made / "modeling_ouro.py").write_text(f"open({str(mark)!r}, 'w').write('boom')\n")
+    target = folder(tmp_path / "model", OURO, None)
+    (target / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
+    (target / "modeling_ouro.py").write_text(f"open({str(mark)!r}, 'w').write('boom')\n")
     with pytest.raises(UserError, match="pickle"):
-        twoscale.load(made)
+        twoscale.load(target)
     assert not mark.exists()
 
 
@@ -134,35 +134,35 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
 )
 def test_bad_index(index: object, word: str, tmp_path: Path) -> None:
     """An index reaches no file outside its folder, and must tell the truth."""
-    made = folder(tmp_path / "model", OURO, None)
+    target = folder(tmp_path / "model", OURO, None)
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "outside.safetensors")
-    save_file({"model.norm.weight": torch.ones(32)}, made / "part.safetensors")
-    (made / INDEX).write_text(json.dumps(index))
+    save_file({"model.norm.weight": torch.ones(32)}, target / "part.safetensors")
+    (target / INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError, match=word):
-        twoscale.load(made)
+        twoscale.load(target)
 
 
 @pytest.mark.parametrize("size", [0, 5, 60, 5000])
 def test_truncated(size: int, tmp_path: Path) -> None:
     """A file that was cut anywhere is named."""
-    made = folder(tmp_path, OURO, ouro_tensors())
-    data = (made / SINGLE).read_bytes()
-    (made / SINGLE).write_bytes(data[:size])
+    target = folder(tmp_path, OURO, ouro_tensors())
+    data = (target / SINGLE).read_bytes()
+    (target / SINGLE).write_bytes(data[:size])
     with pytest.raises(UserError, match="truncated or no safetensors"):
-        twoscale.load(made)
+        twoscale.load(target)
 
 
 def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A name that is no folder is fetched: safetensors and JSON alone; where that fails the reason is told in one line."""
     asked: list[Any] = []
-    made = folder(tmp_path / "model", OURO, ouro_tensors())
+    target = folder(tmp_path / "model", OURO, ouro_tensors())
     import huggingface_hub
 
     def fetch(name: str, allow_patterns: list[str]) -> str:
         asked.append((name, allow_patterns))
         if name == "no/such":
             raise OSError("401 Client Error\nand much more")
-        return str(made)
+        return str(target)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert twoscale.load("ByteDance/Ouro-tiny")[0].config.n_layer == 2 and asked[0][1] == ["*.safetensors", "*.json"]

@@ -10,8 +10,8 @@ import twoscale
 from concurrency import at_once
 from forked import run_script
 from models import loud, small_model
-from twoscale.engine import Engine, cache, loop
-from twoscale.engine.native import _whole, input_and_output, native, pointer, row_pointer
+from twoscale.engine import Engine, cache, engine as engine_module, loop_params
+from twoscale.engine.kernels.library import _whole, input_and_output, native, pointer, row_pointer
 from twoscale.engine.rows import Rows, part_of
 
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ fresh = deepcopy(used)
 
 def answers(model):
     found = []
-    for kernels in ("auto", "packed", "plain"):
+    for kernels in ("auto", "packed", "torch"):
         for rule in (None, exits.Acceleration(3.0), exits.KL(0.05)):
             gen = twoscale.generate(model, [[1, 2, 3], [4, 5]], 8, loops=6, exit=rule, kernels=kernels)
             found.append((gen.tokens, gen.steps))
@@ -104,41 +104,40 @@ def test_row_pointer() -> None:
 
 def test_position_outside_the_cache() -> None:
     """Rows whose positions lie outside their cache never reach a kernel."""
-    engine = Engine(loud(small_model()), loops=2)
-    cache = engine.open(3)
-    rows = Rows([part_of(0, cache, 3, 1)], torch.tensor([[3], [0], [0]]), engine.library)
+    engine = Engine(loud(small_model()))
+    cache = engine.open(3, loop_params(engine.model, loops=2))
+    rows = Rows([part_of(0, cache, 3, 1)], torch.tensor([[3], [0]]), engine.kernels)
     with pytest.raises(IndexError, match="position 3 lies outside a cache for 3 tokens"):
-        engine.plain(0, engine.model.embed(rows.tokens, rows.positions), None, rows)
+        engine.plain(0, engine.embed(rows), rows)
 
 
 def test_half_precision_model() -> None:
     """A model in bf16 decodes on torch's operators, with states, keys and values in bf16."""
     model = loud(small_model(), scale=0.1).bfloat16()
-    engine = Engine(model, loops=3)
-    assert engine.library is None and engine.open(4).layers[0].keys.dtype == torch.bfloat16
-    assert twoscale.generate(model, [[1, 2, 3]], 4).tokens == twoscale.generate(model, [[1, 2, 3]], 4, kernels="plain").tokens
+    engine = Engine(model)
+    assert engine.kernels.name == "torch" and engine.open(4, loop_params(model)).layers[0].keys.dtype == torch.bfloat16
+    assert twoscale.generate(model, [[1, 2, 3]], 4).tokens == twoscale.generate(model, [[1, 2, 3]], 4, kernels="torch").tokens
 
 
 FIRST_USE = """
 import time
-from collections import Counter
 from concurrency import at_once
-from forked import run_script
-from twoscale.engine import quick
+from twoscale.engine.kernels import native
+from twoscale.engine.kernels.library import native as library
 
-if quick.native() is not None:
-    panels, packed = quick.panels, Counter()
+if library() is not None:
+    panels, calls = native.panels, []
 
     def slow_panels(weight):
-        packed[weight.data_ptr()] += 1
+        calls.append(weight.shape)
         time.sleep(0.005)  # the others get here meanwhile, if they may
         return panels(weight)
 
-    quick.panels = slow_panels
-    model = loud(small_model(), scale=0.1)
+    native.panels = slow_panels
+    want = twoscale.generate(loud(small_model(), scale=0.1), [[1, 2, 3]], 8).tokens
+    packed, model = len(calls), loud(small_model(), scale=0.1)
     found = at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8).tokens)
-    assert max(packed.values()) == 1, packed
-    assert found == [twoscale.generate(model, [[1, 2, 3]], 8).tokens] * 4
+    assert len(calls) == 2 * packed and found == [want] * 4
 """
 
 
@@ -158,7 +157,7 @@ def test_seeds_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__setitem__(key, value)
             time.sleep(0.01)
 
-    monkeypatch.setattr(loop, "_TABLES", Slow())
+    monkeypatch.setattr(engine_module, "_TABLES", Slow())
     want = [twoscale.generate(model, [[1, 2, 3]], 8, seed=i).tokens for i in range(4)]
     for _ in range(3):
         assert at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8, seed=i).tokens) == want
@@ -174,7 +173,7 @@ def test_library_by_threads() -> None:
 
 KERNELS = """
 from pathlib import Path
-from twoscale.engine.native import native
+from twoscale.engine.kernels.library import native
 model = loud(small_model(), scale=0.1)
 print(native() is not None, twoscale.generate(model, [[1, 2, 3]], 8).tokens)
 """
@@ -226,7 +225,7 @@ def test_too_many_loops(loops: int | tuple[int, ...]) -> None:
 
 def test_cache_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that would grow past the memory at hand is refused; one that needs fewer levels, or leaves early, is not."""
-    monkeypatch.setattr(cache, "LARGE", 1 << 14)
+    monkeypatch.setattr(cache, "CHECKED_SIZE", 1 << 14)
     monkeypatch.setattr(cache, "free_memory", lambda: 1 << 16)
     model = loud(small_model(), scale=0.1)
     with pytest.raises(

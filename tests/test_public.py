@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 import subprocess
@@ -16,6 +17,7 @@ from conftest import CommandLine, nano_run, small_model
 from twoscale.config import UserError
 from twoscale.config.show import one_line
 from twoscale.geometry.probe import probe_geometry
+from twoscale.report.build import report
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train import start_run
 
@@ -174,6 +176,7 @@ def test_report_is_package_and_function() -> None:
         then = "from twoscale.report import load; assert callable(twoscale.report) and 'torch' not in sys.modules"
         script = f"import sys, twoscale; {first}; {then}"
         assert subprocess.run([sys.executable, "-c", script]).returncode == 0, first
+    assert inspect.signature(twoscale.report) == inspect.signature(report) and twoscale.report.report is report  # type: ignore[attr-defined]
 
 
 def test_without_pandas(calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:

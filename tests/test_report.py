@@ -9,18 +9,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from conftest import CommandLine, nano_run
 from forked import start_process
 from training import arguments, finish
 from twoscale.bench.trace import bench_trace
+from twoscale.config import UserError
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
+from twoscale.report import registry
+from twoscale.report.build import report
 from twoscale.report.claims import judge
-from twoscale.report.load import load_run
-from twoscale.report.page import write_report
+from twoscale.report.load import RunFiles, load_run
+from twoscale.report.page import MARKS, page_html
+from twoscale.report.registry import FigureEntry
 from twoscale.report.style import chosen, ordered_colours, visible
 from twoscale.train import start_run
 
@@ -93,17 +99,64 @@ def test_page(run: Path, cli: CommandLine) -> None:
 
 def test_no_network(run: Path) -> None:
     """The page loads nothing from anywhere: no source, link or import but fragments and its own figures."""
-    page = write_report(run).read_text()
+    page = report(run).path.read_text()
     outside_script = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     for target in re.findall(r"(?:src|href)=['\"]([^'\"]+)", outside_script):
         assert target.startswith("figures/"), target
     assert "@import" not in outside_script and "url(" not in outside_script
 
 
+def test_one_entry_a_figure(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure is one entry of the registry and the function that draws it: files, section, verdicts and the value follow from it."""
+
+    def toy(run: RunFiles) -> Figure:
+        figure, ax = plt.subplots()
+        ax.plot(run.last["groups"][0]["step_norm"]["mean"])
+        return figure
+
+    missing = FigureEntry("absent", "Absent", "Not shown.", toy, available=lambda run: False)
+    monkeypatch.setattr(registry, "FIGURES", (registry.FIGURES[0], FigureEntry("toy", "A toy", "With `code`.", toy, claims="d"), missing))
+    lines: list[str] = []
+    found = report(run, tmp_path / "out", progress=lines.append)
+    page = found.path.read_text()
+    assert (
+        "<section id='toy'><h2>A toy</h2><p>With <code>code</code>. Claim (d): " in page
+        and "<img src='figures/toy.png' alt='A toy'>" in page
+    )
+    assert "absent" not in page and not list((tmp_path / "out").rglob("absent*")) and "id='step_norms-0'" in page
+    assert list(found.runs[0].figures) == ["step_norms", "toy"] and all(
+        (tmp_path / "out" / "figures" / f"toy.{kind}").exists() for kind in ("png", "pdf")
+    )
+    assert [line.partition(": ")[2] for line in lines[:2]] == ["figure 1/2, step_norms", "figure 2/2, toy"]
+
+
+def test_report_value(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report returns a value with one line for a repr: path, figures and verdicts; there is no advice without a sweep."""
+    monkeypatch.setattr(registry, "FIGURES", registry.FIGURES[:1])
+    found = report([str(run)], str(tmp_path / "out"))
+    one = found.runs[0]
+    assert found.path == tmp_path / "out" / "index.html" and one.setting is None and one.advice == "" and one.folder == run
+    verdicts = " ".join(f"{letter}{MARKS[claim.outcome]}" for letter, claim in one.claims.items())
+    assert repr(found) == f"Report({found.path}; {one.name}: 1 figure, {verdicts})" and list(one.claims) == list("abcd")
+    assert [c.outcome for c in one.claims.values()] == [c.outcome for c in judge(load_run(run).geometry)]
+    with pytest.raises(UserError, match="at least one run"):
+        report([])
+
+
+def test_looks(run: Path) -> None:
+    """The page follows the reader's system, or is light or dark where that is asked for."""
+    both, dark, light = (page_html([load_run(run)], [""], asked) for asked in (None, True, False))
+    assert "content='light dark'" in both and "@media (prefers-color-scheme: dark)" in both and "matchMedia('(prefers" in both
+    assert "content='dark'" in dark and "prefers-color-scheme" not in dark.split("</style>")[0] and "{matches: true," in dark
+    assert (
+        "content='light'" in light and "{matches: false," in light and light.count("--page: #f5f7fa") == 1 == dark.count("--page: #10171d")
+    )
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")
 def test_page_in_a_browser(run: Path, tmp_path: Path) -> None:
     """In a browser every plot is drawn, inside its card, at desktop and phone width."""
-    page = write_report(run)
+    page = report(run).path
     for width in (1280, 500):
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
         flags += ["--disable-component-update", "--disable-quic", f"--user-data-dir={tmp_path / str(width)}", f"--window-size={width},3000"]
@@ -116,7 +169,7 @@ def test_page_in_a_browser(run: Path, tmp_path: Path) -> None:
 
 def test_report_needs_no_torch() -> None:
     """The report is made of saved numbers: importing it imports no torch."""
-    script = "import sys, twoscale.report.page; sys.exit('torch' in sys.modules)"
+    script = "import sys, twoscale.report.build; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
@@ -137,7 +190,7 @@ def test_claims() -> None:
     steady, moving = [0.5] * 29, [0.9 - 0.05 * k for k in range(29)]
     assert outcomes(record(decay, steady, 20)) == "ccuc"
     assert outcomes(record([1.0] * 30, moving, 0.5)) == "rrur"
-    assert outcomes(record(slow, [0.5] * 14 + [0.3] * 15, 2)) == "uuuu"
+    assert outcomes(record(slow, [0.5] * 22 + [0.3] * 7, 2)) == "uuuu"
     assert outcomes(record(slow, moving, 9, step=10), record(decay, steady, 9)) == "cccc"
     assert outcomes(record(decay, steady, 9, step=10), record(slow, moving, 9)) == "urrc"
     assert outcomes(record(slow, moving, 9, step=0), record(decay, steady, 9)) == "ccuc", "the start is not training"
@@ -197,7 +250,7 @@ def test_strange_tokens_and_names(run: Path, tmp_path: Path) -> None:
     records = read_jsonl(copied / "geometry.jsonl")
     records[-1]["boundaries"][0]["from"] = "<img src=x onerror=alert(1)>"
     (copied / "geometry.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    page = write_report(copied).read_text()
+    page = report(copied).path.read_text()
     outside = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert "<img" not in outside and "&lt;img" in outside
 
@@ -229,7 +282,7 @@ def test_small_runs_still_report(run: Path, shards: Path, tmp_path: Path) -> Non
         records[0]["groups"][0].pop(name)
     (copied / "geometry.jsonl").write_text(json.dumps(records[0]) + "\n")
     shutil.rmtree(copied / "trace")
-    page = write_report(copied).read_text()
+    page = report(copied).path.read_text()
     assert "id='step_norms-0'" in page and "id='drift_to_loop-0'" not in page and len(load_run(copied).geometry) == 1
 
 

@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 from conftest import CommandLine
 from twoscale.cli.reproduce import EFFORTS, Effort
 from twoscale.interop.export import export
+from twoscale.report.build import report
 from twoscale.report.claims import judge
+from twoscale.report.exit_claims import judge_exits
 from twoscale.report.load import load_run
-from twoscale.report.page import write_report
-from twoscale.report.verdict import judge_exits
 
 NANO = (
     "reproduce",
@@ -34,6 +35,12 @@ def test_resumable(tmp_path: Path, cli: CommandLine, undrawn: None) -> None:
     """Run again it does nothing but print, and what it prints is the same."""
     code, out, err = cli(*NANO, "--out", tmp_path / "run")
     assert code == 0 and "[1/6] train" in err and "nats a token" in out and str(tmp_path / "run") in err
+    text = r"[\d,]+ tokens \(\d windows\) spread over all held-out text of builtin"
+    assert re.search(rf"losses in nats a token; val: {text}, at \d+ loops\n", err) and re.search(
+        rf"cross-entropy on {text}\n    1 loop: ", err
+    )
+    assert re.search(rf"validation loss [\d.]+ nats a token on {text}, at \d+ loops; weights in", err) and " 1 loops" not in err + out
+    assert "nats a token  bits per byte" in out and "most tokens: group 1 (layer 1) " in err
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     code, again, err = cli(*NANO, "--out", tmp_path / "run")
     assert (
@@ -68,7 +75,7 @@ def test_two_models(
     assert len(page) < 8_000_000
     code, again, err = cli(*NANO, "--with-bundled")
     assert code == 0 and again == out and "already written" in err
-    twice = write_report(tmp_path / "runs" / "nano", tmp_path / "runs" / "nano", out=tmp_path / "twice").read_text()
+    twice = report([tmp_path / "runs" / "nano"] * 2, tmp_path / "twice").path.read_text()
     assert "nano (nano)" in twice and "figures/run-1/" in twice and "figures/run-2/" in twice
 
 

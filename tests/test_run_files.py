@@ -217,11 +217,11 @@ def test_weights_that_are_no_floats(dtype: torch.dtype, tmp_path: Path, trained:
 
 def test_index_with_half_a_character(tmp_path: Path) -> None:
     """An index that names a file or a weight with half a character is refused as any other that names what is not there."""
-    made = folder(tmp_path, OURO, None)
+    outcome = folder(tmp_path, OURO, None)
     for listed in ({"a": "\ud800.safetensors"}, {"a": "b\0.safetensors"}):
-        (made / INDEX).write_text(json.dumps({"weight_map": listed}))
+        (outcome / INDEX).write_text(json.dumps({"weight_map": listed}))
         with pytest.raises(UserError, match=r"only \.safetensors files"):
-            load(made)
+            load(outcome)
 
 
 @pytest.mark.parametrize("prompt", ["caf\udce9", "\ud800"])

@@ -1,4 +1,4 @@
-"""Sampling: draws follow the distribution, the kernel agrees with torch in fp64, and a row's token is its own."""
+"""SamplingParams: draws follow the distribution, the kernel agrees with torch in fp64, and a row's token is its own."""
 
 import random
 
@@ -8,26 +8,27 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.engine.native import native
-from twoscale.engine.sample import Draw, Sampled, Sampling, _by_kernel, _by_torch, sample
+from twoscale.engine.kernels.library import native
+from twoscale.engine.request import Draw, SamplingParams
+from twoscale.engine.sample import Sampled, _by_kernel, _by_torch, sample
 
 needs_kernel = pytest.mark.skipif(native() is None, reason="no C compiler")
 SETTINGS = (
-    Sampling(),
-    Sampling(1.0),
-    Sampling(0.7),
-    Sampling(1e-40),
-    Sampling(1000.0),
-    Sampling(1.0, top_k=1),
-    Sampling(0.9, top_k=50),
-    Sampling(0.9, top_k=700),
-    Sampling(1.0, top_k=10**9),
-    Sampling(0.8, top_p=0.9),
-    Sampling(1.3, top_p=0.01),
-    Sampling(1.0, top_p=0.9999),
-    Sampling(1.0, top_p=1.0),
-    Sampling(0.8, top_k=40, top_p=0.5),
-    Sampling(2.0, top_k=500, top_p=0.95),
+    SamplingParams(),
+    SamplingParams(1.0),
+    SamplingParams(0.7),
+    SamplingParams(1e-40),
+    SamplingParams(1000.0),
+    SamplingParams(1.0, top_k=1),
+    SamplingParams(0.9, top_k=50),
+    SamplingParams(0.9, top_k=700),
+    SamplingParams(1.0, top_k=10**9),
+    SamplingParams(0.8, top_p=0.9),
+    SamplingParams(1.3, top_p=0.01),
+    SamplingParams(1.0, top_p=0.9999),
+    SamplingParams(1.0, top_p=1.0),
+    SamplingParams(0.8, top_k=40, top_p=0.5),
+    SamplingParams(2.0, top_k=500, top_p=0.95),
 )
 
 
@@ -38,7 +39,7 @@ def by_kernel(logits: Tensor, draws: list[Draw]) -> Sampled:
 PATHS = [pytest.param(_by_torch, id="torch"), pytest.param(by_kernel, id="kernel", marks=needs_kernel)]
 
 
-def distribution(logits: Tensor, s: Sampling) -> Tensor:
+def distribution(logits: Tensor, s: SamplingParams) -> Tensor:
     """The probabilities that a setting asks for, one token after the other in fp64."""
     p = torch.softmax(logits.double() / s.temperature, dim=0)
     order = sorted(range(len(p)), key=lambda t: (-float(logits[t]), t))[: s.top_k]
@@ -55,7 +56,7 @@ def distribution(logits: Tensor, s: Sampling) -> Tensor:
 
 @pytest.mark.parametrize("by", PATHS)
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if 0.5 < s.temperature < 100], ids=str)
-def test_draws_follow_the_distribution(by, setting: Sampling) -> None:
+def test_draws_follow_the_distribution(by, setting: SamplingParams) -> None:
     """A chi-square test over 20,000 draws does not tell them from the distribution, and no token outside of it is ever drawn."""
     logits = 2.5 * torch.randn(200, generator=torch.Generator().manual_seed(1))
     p, n = distribution(logits, setting), 20_000
@@ -102,27 +103,29 @@ def test_edges(by) -> None:
     """Equals go to the smaller token, limits are exact, hopeless tokens are never drawn, and rows that are not finite are said."""
     logits = torch.tensor([0.6, 0.25, 0.1, 0.05]).log()
 
-    def drawn(x: Tensor, s: Sampling) -> set[int]:
+    def drawn(x: Tensor, s: SamplingParams) -> set[int]:
         return set(by(x.expand(300, -1), [Draw(s, 0, i) for i in range(300)]).tokens)
 
-    assert drawn(logits, Sampling(1.0, top_k=2)) == {0, 1}
-    assert drawn(logits, Sampling(1.0, top_p=0.6)) == {0} and drawn(logits, Sampling(1.0, top_p=0.61)) == {0, 1}
-    assert drawn(logits, Sampling(100.0, top_k=4, top_p=1.0)) == {0, 1, 2, 3}
-    assert drawn(torch.zeros(100), Sampling()) == {0} and drawn(torch.zeros(100), Sampling(1.0, top_k=3)) == {0, 1, 2}
-    assert drawn(torch.zeros(100), Sampling(1.0, top_p=0.05)) == {0, 1, 2, 3, 4}
+    assert drawn(logits, SamplingParams(1.0, top_k=2)) == {0, 1}
+    assert drawn(logits, SamplingParams(1.0, top_p=0.6)) == {0} and drawn(logits, SamplingParams(1.0, top_p=0.61)) == {0, 1}
+    assert drawn(logits, SamplingParams(100.0, top_k=4, top_p=1.0)) == {0, 1, 2, 3}
+    assert drawn(torch.zeros(100), SamplingParams()) == {0} and drawn(torch.zeros(100), SamplingParams(1.0, top_k=3)) == {0, 1, 2}
+    assert drawn(torch.zeros(100), SamplingParams(1.0, top_p=0.05)) == {0, 1, 2, 3, 4}
     far = torch.full((130,), -500.0)
     far[77] = 0.0
-    assert drawn(far, Sampling(1.0)) == {77} == drawn(far, Sampling(1.0, top_k=5)) == drawn(far, Sampling(1.0, top_p=0.99))
+    assert (
+        drawn(far, SamplingParams(1.0)) == {77} == drawn(far, SamplingParams(1.0, top_k=5)) == drawn(far, SamplingParams(1.0, top_p=0.99))
+    )
     bad = torch.zeros(4, 70)
     bad[1, 69], bad[2, 3], bad[3, 8] = torch.nan, torch.inf, -torch.inf
-    for setting in (Sampling(), Sampling(1.0, top_p=0.9)):
+    for setting in (SamplingParams(), SamplingParams(1.0, top_p=0.9)):
         assert by(bad, [Draw(setting)] * 4).finite == [True, False, False, False]
 
 
 def test_one_row_for_each_draw() -> None:
     """A count that does not fit is refused, and so are settings that mean nothing."""
     with pytest.raises(ValueError, match="2 rows"):
-        sample(torch.zeros(2, 5), [Draw(Sampling())])
+        sample(torch.zeros(2, 5), [Draw(SamplingParams())])
     for bad in ({"temperature": -1}, {"temperature": True}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.5}, {"seed": 1.5}):
         with pytest.raises(UserError):
-            Sampling(**bad)
+            SamplingParams(**bad)

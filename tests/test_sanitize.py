@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 SCRIPT = """
 import sys
 import torch
-from twoscale.engine.native import floats, native, pointer
+from twoscale.engine.kernels.library import floats, native, pointer
 torch.set_num_threads(1)
 library = native()
 assert library is not None

@@ -17,9 +17,10 @@ from forked import start_process
 from training import finish
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
-from twoscale.report.page import write_report
-from twoscale.report.verdict import judge_exits, recommend, signed
-from twoscale.report.words import sweep_text
+from twoscale.report.advice import recommend
+from twoscale.report.build import report
+from twoscale.report.exit_claims import judge_exits
+from twoscale.report.words import signed, sweep_text
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train import start_run
 
@@ -185,11 +186,11 @@ def test_auto(swept: Path, trained: Path, cli: CommandLine) -> None:
         (("calibrate", "{run}", "--delta", "0.9", "--loops", "4", "--windows", "3"), "delta"),
     ],
 )
-def test_bad_input(words: tuple[str, ...], told: str, swept: Path, tmp_path: Path, cli: CommandLine) -> None:
+def test_bad_input(words: tuple[str, ...], printed: str, swept: Path, tmp_path: Path, cli: CommandLine) -> None:
     """One clear line, exit code 2, and nothing measured is touched."""
     before = {name: (swept / name).read_bytes() for name in ("sweep.jsonl", "calibration.json")}
     code, _, err = cli(*(w.format(run=swept, out=tmp_path) for w in words))
-    assert code == 2 and told in err and len(err.strip().splitlines()) == 1, err
+    assert code == 2 and printed in err and len(err.strip().splitlines()) == 1, err
     assert before == {name: (swept / name).read_bytes() for name in before}
 
 
@@ -246,11 +247,11 @@ def test_bad_calibration(text: str, swept: Path, tmp_path: Path, cli: CommandLin
 
 def a_sweep(**points: tuple[float, float, float]) -> Sweep:
     """A sweep with (dce, ms, steps) for each point; intervals of +-0.001 nats and +-2 % of the time."""
-    made = []
+    samples = []
     for word, (dce, ms, steps) in points.items():
         family, _, setting = word.replace("__", ":").replace("_", "-").partition(":")
         tau = float(setting.replace("e", "e-")) if setting else None
-        made.append(
+        samples.append(
             {
                 "id": f"{family}:{tau:g}" if setting else family,
                 "family": family,
@@ -271,7 +272,7 @@ def a_sweep(**points: tuple[float, float, float]) -> Sweep:
                 "steps": [{"mean": steps, "std": 0.0, "histogram": [0, 1]}],
             }
         )  # fmt: skip
-    return Sweep({"loops": 30, "checkpoint": "step-1", "groups": 1, "tokens": 1, "clusters": 1, "by": "documents"}, made, 3)
+    return Sweep({"loops": 30, "checkpoint": "step-1", "groups": 1, "tokens": 1, "clusters": 1, "by": "documents"}, samples, 3)
 
 
 PAPERS = {
@@ -316,7 +317,7 @@ def test_recommendation() -> None:
 
 def test_page(swept: Path) -> None:
     """The report shows the trade-off with its figures, every point, claims (a) to (g) and what to use."""
-    page = write_report(swept).read_text()
+    page = report(swept).path.read_text()
     for name in ("against_tau", "tradeoff", "steps_taken", "hard_tokens"):
         assert f"<section id='{name}'>" in page and (swept / "report" / "figures" / f"{name}.png").stat().st_size > 10_000
     for letter in "abcdefg":
@@ -328,7 +329,7 @@ def test_page(swept: Path) -> None:
     assert page.count(measured_on) == 5 and "corpus.txt" in measured_on, (
         "the four figures of the sweep and the recommendation name their text"
     )
-    assert "These losses are of different parts of the held-out text" in page and "the default of 3 loops" in page
+    assert "These losses are of different tokens" in page and "the default of 3 loops" in page
 
 
 def test_eval(swept: Path, cli: CommandLine) -> None:
@@ -339,9 +340,9 @@ def test_eval(swept: Path, cli: CommandLine) -> None:
     ends = found.tokens - found.bytes  # ends of documents stand for no byte
     assert 0 <= ends < 20 and found.steps == [3.0, 3.0]
     assert found.bits_per_byte == pytest.approx(found.ce / math.log(2) * found.tokens / found.bytes)
-    for words, told in ((("--windows", "0"), "--windows"), (("--loops", "0"), "loops"), (("--exit", "no"), "no exit rule")):
+    for words, printed in ((("--windows", "0"), "--windows"), (("--loops", "0"), "loops"), (("--exit", "no"), "no exit rule")):
         code, _, err = cli("eval", swept, *words)
-        assert code == 2 and told in err and err.count("\n") == 1
+        assert code == 2 and printed in err and err.count("\n") == 1
 
 
 def test_byte_lengths(corpus: Path) -> None:

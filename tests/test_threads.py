@@ -13,8 +13,8 @@ import twoscale
 from conftest import small_model
 from twoscale import exits
 from twoscale.config.cpu import usable_cores
-from twoscale.engine import native as kernels
-from twoscale.engine.native import native, panels, threads_to_use
+from twoscale.engine.kernels import library as kernels
+from twoscale.engine.kernels.library import native, panels, threads_to_use
 from twoscale.model import LoopedGPT
 
 needs_kernel = pytest.mark.skipif(native() is None, reason="no C compiler")

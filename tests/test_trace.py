@@ -78,7 +78,7 @@ def test_broken_models() -> None:
     model = LoopedGPT(small_model())
     with torch.no_grad():
         model.groups[1].blocks[0].mlp.down.weight[0, 0] = math.nan  # type: ignore[union-attr]
-    with pytest.raises(UserError, match=r"group 1.*step 1 is not finite"):
+    with pytest.raises(UserError, match=r"group 2 \(layers 2-3\): .* step 1 is not finite"):
         twoscale.trace(model, some_ids(), loops=3)
     with pytest.raises(UserError, match="no loop groups"):
         geometry.measure(LoopedGPT(small_model(groups=())), some_ids())

@@ -28,7 +28,7 @@ from twoscale.tradeoff.stats import interval, pareto, ratio_interval, student, u
 from twoscale.tradeoff.sweep import Sweeper
 from twoscale.train.parallel import World
 
-ALONE = World(0, 1, torch.device("cpu"))
+ONE_GROUP = World(0, 1, torch.device("cpu"))
 
 # -- statistics --------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ def test_sharpness(tmp_path: Path) -> None:
     found = Calibrator(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))
     rules = {g: exits.parse(word) for g, word in enumerate(found["rules"])}
     points = grid(model.config, 20, ("step-norm",), (0.0005, 0.005, 0.05, 0.5), None, rules)
-    sweep = Sweeper(model, text, 20, tmp_path / "sweep.jsonl", {"checkpoint": "made", "weights": "x"}, ALONE, 1, 24).run(points)
+    sweep = Sweeper(model, text, 20, tmp_path / "sweep.jsonl", {"checkpoint": "made", "weights": "x"}, ONE_GROUP, 1, 24).run(points)
     calibrated = sweep.family("calibrated")[0]
     budget = calibrated["mean_steps"]
     assert 5 < budget < 9, "about (2 + 11) / 2"

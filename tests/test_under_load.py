@@ -54,7 +54,7 @@ def test_two_hundred_requests(loaded, alone, policy: str) -> None:  # type: igno
     No near-tie is excused: the kernels sum in one order whatever the rows beside a row.
     """
     found: dict[int, tuple[str, list[list[int]], int]] = {}
-    with serving(loaded, policy=policy, rows=24) as (address, server):
+    with serving(loaded, policy=policy, max_num_seqs=24) as (address, server):
         host, head = address.removeprefix("http://"), {"Content-Type": "application/json"}
 
         def ask(first: int) -> None:

@@ -7,8 +7,9 @@ from hypothesis import given, settings, strategies as st
 import twoscale
 from conftest import small_model
 from models import loud
-from twoscale.engine import Engine, fingerprint as fingerprints, quick
-from twoscale.engine.native import native
+from twoscale.engine import Engine, Request, SamplingParams, Scheduler, loop_params
+from twoscale.engine.kernels import decode_copy, fingerprint as fingerprints
+from twoscale.engine.kernels.library import native
 from twoscale.model import LoopedGPT
 
 
@@ -51,8 +52,8 @@ def wide_model() -> LoopedGPT:
 
 
 def states(model: LoopedGPT, kernels: str) -> torch.Tensor:
-    engine = Engine(model, loops=3, kernels=kernels)
-    cache = engine.open(9)
+    engine = Engine(model, kernels=kernels)
+    cache = engine.open(9, loop_params(model, loops=3))
     return torch.cat([engine.run([(0, cache, ids)])[0] for ids in ([1, 2, 3], [4], [5])])
 
 
@@ -63,7 +64,7 @@ def same_as_fresh(model: LoopedGPT, kernels: str) -> bool:
     return torch.equal(states(model, kernels), states(fresh, kernels))
 
 
-@pytest.mark.parametrize("kernels", ["auto", "packed", "plain"])
+@pytest.mark.parametrize("kernels", ["auto", "packed", "torch"])
 def test_weights_that_change(kernels: str) -> None:
     """Decoding uses the weights as they are at the call, however they were changed since the last one."""
     stale = []
@@ -76,7 +77,7 @@ def test_weights_that_change(kernels: str) -> None:
     assert stale == []
 
 
-@pytest.mark.parametrize("kernels", ["auto", "packed", "plain"])
+@pytest.mark.parametrize("kernels", ["auto", "packed", "torch"])
 def test_inference_mode_weights_that_change(kernels: str) -> None:
     """The same for a model that was made in inference mode, whose parameters have no version counter."""
     with torch.inference_mode():
@@ -159,8 +160,8 @@ def test_engine_owns_its_weights(kernels: str) -> None:
     """An engine decodes with the weights as they were when it was made, to the bit, though they change or are freed meanwhile."""
     model = wide_model()
     want = states(model, kernels)
-    engine = Engine(model, loops=3, kernels=kernels)
-    cache = engine.open(9)
+    engine = Engine(model, kernels=kernels)
+    cache = engine.open(9, loop_params(model, loops=3))
     found = [engine.run([(0, cache, [1, 2, 3])])[0]]
     numpy_view(model)
     found.append(engine.run([(0, cache, [4])])[0])
@@ -169,37 +170,17 @@ def test_engine_owns_its_weights(kernels: str) -> None:
     assert torch.equal(torch.cat(found), want)
 
 
-def test_more_rows_than_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows beyond what the C kernels take go through a copy made from theirs, so that all rows see the same weights."""
-    monkeypatch.setattr(quick, "ROWS", 4)
-    model = wide_model()
-    engine = Engine(model, loops=3)
-    data_in_place(model)
-    data_in_place(model)
-    before = wide_model()
-    for p, q in zip(before.parameters(), model.parameters(), strict=True):
-        p.data.copy_(q.detach() / 1.69)
-    x, weight = torch.randn(5, 512), before.stages[0].blocks[0].attn.qkv.weight
-    linear = engine.model.stages[0].blocks[0]
-    linear = getattr(linear, "block", linear).attn.qkv
-    for n in (1, 4, 5):
-        assert torch.allclose(linear(x[:n]), torch.nn.functional.linear(x[:n], weight), atol=1e-4)
-
-
 def test_scheduler_reads_the_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler serves the weights as they were when it was made; requests do not read all weights again."""
-    from twoscale.serve.job import Job, Settings
-    from twoscale.serve.scheduler import Scheduler
-
     model = loud(small_model(), scale=0.1)
     want = twoscale.generate(model, [[1, 2, 3]], 6, loops=3).tokens[0]
     scheduler, reads = Scheduler(model), []
-    monkeypatch.setattr(quick, "fingerprint", lambda model: reads.append(model))
+    monkeypatch.setattr(decode_copy, "fingerprint", lambda model: reads.append(model))
     data_in_place(model)
     for seed in (0, 0, 1):
-        job = Job([1, 2, 3], 6, Settings((None, None), (3, 3), seed=seed))
-        scheduler.submit(job)
+        request = Request([1, 2, 3], SamplingParams(max_new_tokens=6), loop_params(model, loops=3, seed=seed))
+        scheduler.add(request)
         while scheduler.step():
             pass
-        assert job.tokens == want or seed
+        assert request.tokens == want or seed
     assert reads == []

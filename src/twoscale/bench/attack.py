@@ -14,10 +14,10 @@ from importlib import resources
 from statistics import median
 from typing import Any
 
-from twoscale.bench.serve import LOOPS, Drawn, Load
+from twoscale.bench.serve import MAX_STEPS, Drawn, Load
 from twoscale.config import UserError
+from twoscale.engine import Scheduler
 from twoscale.model import LoopedGPT
-from twoscale.serve.scheduler import Scheduler
 
 CONNECTIONS = 1000
 EACH = 4  # requests of a client in one pass
@@ -50,13 +50,13 @@ def heavy(model: LoopedGPT) -> dict[str, Any]:
 
 
 @contextmanager
-def script(given: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+def script(task: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """attackers.py in a process of its own, which ends with the block."""
     with resources.as_file(resources.files("twoscale.bench").joinpath("attackers.py")) as path:
         process = subprocess.Popen([sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
             yield process
         finally:
@@ -74,10 +74,10 @@ def bench_attack(
     from twoscale.serve.server import Server
 
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
-    scheduler = Scheduler(model, "lockstep", rows=max(2, 2 * load.clients))
-    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, LOOPS), limits=Limits(seconds=SECONDS))
-    jobs = itertools.islice(load.jobs(model, None), EACH * load.clients)
-    asks = [{"prompt": job.prompt, "max_tokens": job.most, "temperature": 0} for job in jobs]
+    scheduler = Scheduler(model, "lockstep", max_num_seqs=max(2, 2 * load.clients))
+    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=SECONDS))
+    requests = itertools.islice(load.requests(model, None), EACH * load.clients)
+    asks = [{"prompt": r.prompt, "max_tokens": r.sampling.max_new_tokens, "temperature": 0} for r in requests]
     quiet: list[list[float]] = []
     attacked: list[list[float]] = []
     more = 0
@@ -94,16 +94,16 @@ def bench_attack(
             return [float(seconds) for seconds in found], scheduler.counters.tokens - before
 
         own = clients()[1]
-        for turn in range(rounds):
+        for round_ in range(rounds):
             quiet.append(clients()[0])
-            given = {"role": "attackers", "address": address, "connections": connections, "heavy": heavy(model), "seconds": SECONDS}
-            with script(given) as attackers:
+            task = {"role": "attackers", "address": address, "connections": connections, "heavy": heavy(model), "seconds": SECONDS}
+            with script(task) as attackers:
                 assert attackers.stdout is not None
                 attackers.stdout.readline()
                 seconds, tokens = clients()
             attacked.append(seconds)
             more += tokens - own
-            say(f"round {turn + 1}: median {median(quiet[-1]):.3f} s, attacked {median(attacked[-1]):.3f} s")
+            say(f"round {round_ + 1}: median {median(quiet[-1]):.3f} s, attacked {median(attacked[-1]):.3f} s")
     return Attacked(quiet, attacked, more)
 
 

@@ -80,10 +80,10 @@ async def attackers(host: str, port: int, connections: int, heavy: dict[str, Any
 
 
 def main() -> None:
-    given = json.loads(sys.stdin.readline())
-    host, _, port = given.pop("address").removeprefix("http://").partition(":")
-    run = clients if given.pop("role") == "clients" else attackers
-    asyncio.run(run(host, int(port), **given))
+    task = json.loads(sys.stdin.readline())
+    host, _, port = task.pop("address").removeprefix("http://").partition(":")
+    run = clients if task.pop("role") == "clients" else attackers
+    asyncio.run(run(host, int(port), **task))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from twoscale import exits
 from twoscale.config.cpu import usable_cores
-from twoscale.engine import generate
+from twoscale.engine import Scheduler, generate
 from twoscale.model import LoopedGPT
 
 SETTLE = 0.3  # seconds that the system gets to spread processes over its cores
@@ -27,8 +27,8 @@ README_RULE, README_LOOPS = exits.Acceleration(1.0), 30
 class OtherPrograms:
     """Processes that keep cores busy; `busy(n)` lets n of them run."""
 
-    def __init__(self, most: int) -> None:
-        self.processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(most)]
+    def __init__(self, count: int) -> None:
+        self.processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
 
     def busy(self, n: int) -> None:
         for i, process in enumerate(self.processes):
@@ -78,7 +78,7 @@ def decode_works(models: Mapping[str, tuple[LoopedGPT, list[int], int]]) -> dict
     def work(model: LoopedGPT, ids: list[int], new: int) -> Callable[[], object]:
         return lambda: generate(model, [ids], new, exit=README_RULE, loops=README_LOOPS, temperature=0.8)
 
-    return {name: work(*given) for name, given in models.items()}
+    return {name: work(*settings) for name, settings in models.items()}
 
 
 @contextlib.contextmanager
@@ -88,7 +88,6 @@ def served(model: LoopedGPT, tokenizer: Any, prompt: list[int], new: int) -> Ite
 
     from twoscale.serve.app import create_app
     from twoscale.serve.local import running
-    from twoscale.serve.scheduler import Scheduler
     from twoscale.serve.server import Server
 
     rules = dict.fromkeys(range(model.config.n_groups), README_RULE)

@@ -20,7 +20,7 @@ CLOCK = time.perf_counter
 
 
 class Tally:
-    """What the clients have heard between start and stop, and what went wrong at any time."""
+    """What the clients were answered between start and stop, and what went wrong at any time."""
 
     def __init__(self) -> None:
         self.tokens, self.latency, self.first = 0, [], []  # type: ignore[var-annotated]
@@ -45,17 +45,17 @@ def tell(line: str) -> None:
     sys.stdout.flush()
 
 
-async def ask(client: httpx.AsyncClient, address: str, given: dict[str, Any], tally: Tally, heard: asyncio.Event) -> None:
+async def ask(client: httpx.AsyncClient, address: str, ask_: dict[str, Any], tally: Tally, answered: asyncio.Event) -> None:
     """One request and its answer."""
-    began, first, ends, how = CLOCK(), 0.0, 0, given["how"]
+    began, first, ends, how = CLOCK(), 0.0, 0, ask_["how"]
     steps: list[list[int]] = []
-    body = {**given["body"], "stream": how != "whole"}
+    body = {**ask_["body"], "stream": how != "whole"}
     tally.counts["asked"] += 1
     async with client.stream("POST", f"{address}/v1/completions", json=body) as answer:
         if answer.status_code != 200:
             await answer.aread()
             tally.refusal(answer)
-            heard.set()
+            answered.set()
             await asyncio.sleep(0.05)
             return
         if how == "whole":
@@ -73,13 +73,13 @@ async def ask(client: httpx.AsyncClient, address: str, given: dict[str, Any], ta
                     steps, ends = steps + choice["steps"], ends + (choice["finish_reason"] is not None)
                     if how == "vanish":
                         tally.counts["vanished"] += 1
-                        heard.set()
+                        answered.set()
                         return
-    heard.set()
+    answered.set()
     if ends != 1:
         tally.trouble(f"an answer ended {ends} times")
-    elif given.get("steps") is not None and steps != given["steps"]:
-        tally.trouble(f"steps {steps} instead of {given['steps']}")
+    elif ask_.get("steps") is not None and steps != ask_["steps"]:
+        tally.trouble(f"steps {steps} instead of {ask_['steps']}")
     else:
         tally.counts["answered"] += 1
     tally.latency.append(CLOCK() - began)
@@ -92,14 +92,14 @@ async def main(address: str, clients: int, seconds: float, drain: float, asks: l
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
 
-        async def one(heard: asyncio.Event) -> None:
+        async def one(answered: asyncio.Event) -> None:
             while not stopping.is_set():
                 try:
-                    await ask(client, address, next(todo), tally, heard)
+                    await ask(client, address, next(todo), tally, answered)
                 except (httpx.HTTPError, ValueError, KeyError) as error:
                     tally.trouble(f"{type(error).__name__}: {error}")
                     await asyncio.sleep(0.2)
-                    heard.set()
+                    answered.set()
 
         tasks = [asyncio.create_task(one(event)) for event in events]
         await asyncio.gather(*(event.wait() for event in events))
@@ -108,14 +108,14 @@ async def main(address: str, clients: int, seconds: float, drain: float, asks: l
         began = CLOCK()
         await asyncio.sleep(seconds)
         tell("stop")
-        told = {"seconds": CLOCK() - began, "tokens": tally.tokens, "latency": list(tally.latency), "first": list(tally.first)}
+        result = {"seconds": CLOCK() - began, "tokens": tally.tokens, "latency": list(tally.latency), "first": list(tally.first)}
         stopping.set()
         if drain:
             await asyncio.wait(tasks, timeout=drain)
-        told |= {"counts": tally.counts, "troubles": tally.troubles}
+        result |= {"counts": tally.counts, "troubles": tally.troubles}
         for task in tasks:
             task.cancel()
-    tell(json.dumps(told))
+    tell(json.dumps(result))
 
 
 if __name__ == "__main__":

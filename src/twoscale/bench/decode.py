@@ -7,7 +7,9 @@ Shapes: N rows, C width.
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,9 +19,11 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.bench.timing import interleaved, timed
 from twoscale.config import ModelConfig
-from twoscale.engine import Engine, Loop, forward
+from twoscale.engine import Engine, Loop, forward, loop_params
 from twoscale.engine.cache import Cache, bytes_per_token
-from twoscale.engine.quick import Kernels, can_pack, pack, packed_linear
+from twoscale.engine.kernels import DecodeCopy, EagerKernels, KernelName, Kernels, optimize_for_decode
+from twoscale.engine.kernels.packed import can_pack, pack, packed_linear
+from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows, part_of
 from twoscale.exits import Exit, Rule, StepView
 from twoscale.exits.rule import Numbers
@@ -34,18 +38,18 @@ HUGINN = ModelConfig(
 
 @dataclass(frozen=True)
 class Spread(exits.Acceleration):
-    """Pays for acceleration and leaves after depths spread evenly over `least` .. `most`, as a trained model's tokens do."""
+    """Pays for acceleration and leaves after depths spread evenly over `low` .. `high`, as a trained model's tokens do."""
 
     hits: int = field(default=1, kw_only=True)
-    least: int = field(default=3, kw_only=True)
-    most: int = field(default=12, kw_only=True)
+    low: int = field(default=3, kw_only=True)
+    high: int = field(default=12, kw_only=True)
 
     def measure(self, view: StepView) -> Numbers:
         super().measure(view)
         known = view.rows.__dict__  # the rows' depths are worked out once, so that only acceleration is paid for
         if known.get("depths of") != view.group:
             known["depths of"] = view.group
-            depths = [self.least + (part.sequence * 7 + view.group * 3) % (self.most - self.least + 1) for part in known["parts"]]
+            depths = [self.low + (part.sequence * 7 + view.group * 3) % (self.high - self.low + 1) for part in known["parts"]]
             known["depths"] = depths[0] if len(depths) == 1 else torch.tensor(depths)
         return known["depths"] - view.k
 
@@ -65,12 +69,13 @@ class Steps:
         batch: int,
         context: int,
         loops: int,
-        kernels: Kernels = "auto",
+        kernels: KernelName = "auto",
         exit: Exit | None = None,
         caches: list[Cache] | None = None,
     ) -> None:
-        self.engine = Engine(model, loops=loops, exit=exit, kernels=kernels)
-        self.caches = [filled(self.engine, context) for _ in range(batch)] if caches is None else caches[:batch]
+        self.engine, params = Engine(model, kernels=kernels), loop_params(model, loops=loops, exit=exit)
+        self.caches = [filled(self.engine, context, params) for _ in range(batch)] if caches is None else caches[:batch]
+        self.caches = [replaced(cache, params, self.engine.kernels) for cache in self.caches]
         self.context, self.loops = context, loops
         self.e = torch.randn(batch, model.config.n_embd)
 
@@ -80,12 +85,13 @@ class Steps:
         for stage, module in enumerate(self.engine.model.stages):
             if isinstance(module, LoopGroup):
                 parts = [part_of(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
-                places = torch.arange(len(parts))
+                tokens = torch.arange(len(parts))
                 loop = Loop(self.engine, stage)
-                loop.admit(Rows(parts, torch.stack((torch.full_like(places, self.context), places, places)), self.engine.library), self.e)
+                loop.admit(Rows(parts, torch.stack((torch.full_like(tokens, self.context), tokens)), self.engine.kernels), self.e)
                 if looks is not None:
-                    assert loop.rule_state is not None
-                    loop.rule_state.update = _noted(loop.rule_state.update, looks)  # type: ignore[method-assign]
+                    state = loop.rules.segments[0].state
+                    assert state is not None
+                    state.update = _timed_calls(state.update, looks)  # type: ignore[method-assign]
                 while len(loop):
                     loop.advance()
 
@@ -95,18 +101,26 @@ class Steps:
         x, _ = self.engine.run([(b, cache, [b]) for b, cache in enumerate(self.caches, start=first)])
         self.engine.model.head(x).argmax(dim=-1).tolist()
         for cache in self.caches:
-            cache.length = self.context
+            cache.rewind(self.context)
 
 
-def filled(engine: Engine, context: int) -> Cache:
+def filled(engine: Engine, context: int, params: LoopParams) -> Cache:
     """A cache of `context` tokens, every level in place."""
-    cache = engine.open(context + 1)
-    cache.length = context
+    cache = engine.open(context + 1, params)
+    cache.extend(context)
     for layer in cache.layers:
-        layer.open_level(layer.most, context)
+        layer.open_level(layer.max_levels, context)
         layer.keys.normal_()
         layer.values.normal_()
     return cache
+
+
+def replaced(cache: Cache, params: LoopParams, kernels: Kernels) -> Cache:
+    """The same memory for a request with other parameters, or a copy of it where other kernels want it elsewhere."""
+    new = copy(cache)
+    new.params = params
+    new.layers = [layer if layer.kernels.name == kernels.name else layer.copy(kernels) for layer in cache.layers]
+    return new
 
 
 def floor(model: LoopedGPT, batch: int, loops: int) -> Callable[[], None]:
@@ -144,14 +158,14 @@ class StepBench:
 
 def bench_steps(model: LoopedGPT, batch: int, context: int, loops: int, repeats: int) -> StepBench:
     ours = Steps(model, batch, context, loops)
-    others = {k: Steps(model, batch, context, loops, k, caches=ours.caches) for k in ("packed", "plain")}  # type: ignore[arg-type]
+    others = {k: Steps(model, batch, context, loops, k, caches=ours.caches) for k in ("packed", "torch")}  # type: ignore[arg-type]
     steps = {"auto": ours, **others}
     works: dict[str, Callable[[], object]] = {k: s.loop for k, s in steps.items()}
     if can_pack():
         works["floor"] = floor(model, batch, loops)
     seconds = interleaved(works, repeats)
     each = {k: s / (loops * model.config.n_groups) for k, s in seconds.items()}
-    return StepBench(batch, context, each["auto"], each["packed"], each["plain"], each.get("floor"))
+    return StepBench(batch, context, each["auto"], each["packed"], each["torch"], each.get("floor"))
 
 
 def bench_rules(model: LoopedGPT, rules: Sequence[Rule], context: int, loops: int, repeats: int) -> dict[str, float]:
@@ -166,14 +180,14 @@ def bench_rules(model: LoopedGPT, rules: Sequence[Rule], context: int, loops: in
     return {name: median(seconds) for name, seconds in looks.items()}
 
 
-def _noted(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def noted(*args: Any) -> Any:
+def _timed_calls(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def timed_call(*args: Any) -> Any:
         started = time.perf_counter()
         result = work(*args)
         seconds.append(time.perf_counter() - started)
         return result
 
-    return noted
+    return timed_call
 
 
 @dataclass(frozen=True)
@@ -195,7 +209,7 @@ class ExitBench:
 
 def bench_exits(model: LoopedGPT, batch: int, context: int, loops: int, repeats: int) -> ExitBench:
     """Every figure is a median over rounds, each of which takes all its times token by token in turn."""
-    rule = Spread(1.0, most=loops)
+    rule = Spread(1.0, high=loops)
     rows = Steps(model, batch, context, loops, exit=rule)
     rows_full = Steps(model, batch, context, loops, caches=rows.caches)
     full, bare, alone = (Steps(model, 1, context, n, exit=r, caches=rows.caches) for n, r in ((loops, None), (1, None), (loops, rule)))
@@ -238,6 +252,26 @@ def bench_parallel(model: LoopedGPT, sequences: int, loops: int, repeats: int) -
     return ParallelBench(seconds["full"], seconds["half"], float(steps.double().mean()))
 
 
+def bench_torch_kernels(model: LoopedGPT, sequences: int, context: int, loops: int, repeats: int) -> tuple[float, float]:
+    """Seconds of one more token for each sequence on torch's operators: one attention call a slab of sequences, one a sequence."""
+    works = {}
+    for name, batch_attention in (("slab", True), ("sequence", False)):
+        engine = Engine(model, copy=DecodeCopy(optimize_for_decode(model, "torch").model, EagerKernels(batch_attention)))
+        engine.kernels.expect_sequences([context + 1] * sequences)
+        caches = [engine.open(context + 1, loop_params(model, loops=loops)) for _ in range(sequences)]
+        lengths = [context - i % 8 for i in range(sequences)]
+        engine.run([(i, cache, [1] * n) for i, (cache, n) in enumerate(zip(caches, lengths, strict=True))])
+        works[name] = partial(_again, engine, caches, lengths)
+    seconds = interleaved(works, repeats)
+    return seconds["slab"], seconds["sequence"]
+
+
+def _again(engine: Engine, caches: list[Cache], lengths: list[int]) -> None:
+    engine.run([(i, cache, [2]) for i, cache in enumerate(caches)])
+    for cache, n in zip(caches, lengths, strict=True):
+        cache.rewind(n)
+
+
 def bench_token(model: LoopedGPT, context: int, loops: int, repeats: int) -> float:
     """Seconds a token, batch 1, at a context."""
     return interleaved({"token": Steps(model, 1, context, loops).token}, repeats)["token"]
@@ -245,6 +279,6 @@ def bench_token(model: LoopedGPT, context: int, loops: int, repeats: int) -> flo
 
 def cache_table(config: ModelConfig, loops: int) -> dict[str, int]:
     """Bytes a token for each kind of cache; the first is a plain GPT of as many layers."""
-    counts = config.loops_for(loops)
+    counts, rules = config.loops_for(loops), (None,) * config.n_groups
     plain = config.n_layer * 2 * config.kv_heads * config.head_dim * 4
-    return {"plain GPT": plain, **{kv: bytes_per_token(config, counts, kv) for kv in ("last", "ring:4", "exact")}}
+    return {"plain GPT": plain, **{kv: bytes_per_token(config, LoopParams(rules, counts, kv)) for kv in ("last", "ring:4", "exact")}}

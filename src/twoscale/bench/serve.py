@@ -22,26 +22,27 @@ from torch import Tensor
 
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.engine import stream
+from twoscale.engine import Request, SamplingParams, Scheduler, loop_params, stream
+from twoscale.engine.policy import POLICIES
+from twoscale.engine.scheduler import Counters
 from twoscale.exits.rule import Numbers, StepView
 from twoscale.model import LoopedGPT
-from twoscale.serve.job import Job, Settings
-from twoscale.serve.policies import Counters
-from twoscale.serve.scheduler import Policy, Scheduler
 
-LOOPS, LEAST = 12, 3
+MAX_STEPS, MIN_STEPS = 12, 3
 
 
 @dataclass(frozen=True)
 class Drawn(exits.Acceleration):
-    """Pays for acceleration and leaves after a depth that is a function of group, place and token."""
+    """Pays for acceleration and leaves after a depth that is a function of group, place and token, from `low` to `high` steps."""
 
     hits: int = field(default=1, kw_only=True)
+    low: int = field(default=MIN_STEPS, kw_only=True)
+    high: int = field(default=MAX_STEPS, kw_only=True)
 
     def measure(self, view: StepView) -> Numbers:
         super().measure(view)
         mixed = view.rows.positions * 7919 + view.rows.tokens * 104729 + view.group * 31
-        return LEAST + (mixed % 9973) % (LOOPS - LEAST + 1) - view.k
+        return self.low + (mixed % 9973) % (self.high - self.low + 1) - view.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0
@@ -65,13 +66,12 @@ class Load:
     new: tuple[int, int] = (16, 64)
     seed: int = 0
 
-    def jobs(self, model: LoopedGPT, rule: exits.Rule | None) -> Iterator[Job]:
-        """As many as are asked for, always the same."""
+    def requests(self, model: LoopedGPT, *rules: exits.Rule | None) -> Iterator[Request]:
+        """As many as are asked for, always the same; they take the rules in turn."""
         chance, c = random.Random(self.seed), model.config
-        settings = Settings((rule,) * c.n_groups, c.loops_for(LOOPS))
-        while True:
-            length, most = (min(chance.randint(*spread), c.block_size // 2) for spread in (self.prompt, self.new))
-            yield Job([chance.randrange(c.vocab_size) for _ in range(length)], most, settings)
+        for params in itertools.cycle([loop_params(model, exit=rule, loops=MAX_STEPS + i) for i, rule in enumerate(rules)]):
+            length, new = (min(chance.randint(*spread), c.block_size // 2) for spread in (self.prompt, self.new))
+            yield Request([chance.randrange(c.vocab_size) for _ in range(length)], SamplingParams(max_new_tokens=new), params)
 
 
 @dataclass(frozen=True)
@@ -112,77 +112,77 @@ def one_by_one(model: LoopedGPT, load: Load) -> Result:
     """Each request alone."""
     latency, first, tokens = [], [], 0
     started = time.perf_counter()
-    for job in load.jobs(model, Drawn(1e-9)):
+    for request in load.requests(model, Drawn(1e-9)):
         began = time.perf_counter()
-        came = [time.perf_counter() for _ in stream(model, job.prompt, job.most, exit=job.settings.exit, loops=LOOPS)]
-        tokens += len(came)
-        first.append(came[0] - began)
-        latency.append(came[-1] - began)
-        if came[-1] - started > load.seconds:
+        times = [time.perf_counter() for _ in stream(model, request.prompt, request.sampling, request.params)]
+        tokens += len(times)
+        first.append(times[0] - began)
+        latency.append(times[-1] - began)
+        if times[-1] - started > load.seconds:
             break
     return Result(time.perf_counter() - started, tokens, latency, first)
 
 
 def waiting_batches(model: LoopedGPT, load: Load) -> Result:
     """Batches of as many requests as there are clients; every row waits for the slowest one in every loop, a batch for its last text."""
-    jobs = load.jobs(model, Waiting(1e-9))
+    requests = load.requests(model, Waiting(1e-9))
     latency: list[float] = []
     first: list[float] = []
     counters = Counters(steps=[0] * model.config.n_groups)
     started = time.perf_counter()
     while not latency or time.perf_counter() - started < load.seconds:
-        scheduler = Scheduler(model, "lockstep", rows=load.clients)
+        scheduler = Scheduler(model, "lockstep", max_num_seqs=load.clients)
         scheduler.counters = counters
-        asked, batch = time.perf_counter(), list(itertools.islice(jobs, load.clients))
-        for job in batch:
-            scheduler.submit(job)
+        asked, batch = time.perf_counter(), list(itertools.islice(requests, load.clients))
+        for request in batch:
+            scheduler.add(request)
         while scheduler.step():
             pass
         latency += [time.perf_counter() - asked for _ in batch]
-        first += [job.first - asked for job in batch]
+        first += [request.first_token - asked for request in batch]
     return _between(Counters(), counters, time.perf_counter() - started, latency, first)
 
 
-def scheduled(model: LoopedGPT, load: Load, policy: Policy, rule: exits.Rule | None) -> Result:
-    """The scheduler, fed by clients that ask again when they have their answer."""
-    jobs, ended = load.jobs(model, rule), []
-    scheduler = Scheduler(model, policy, rows=load.clients)
+def scheduled(model: LoopedGPT, load: Load, policy: str, *rules: exits.Rule | None) -> Result:
+    """The scheduler, fed by clients that ask again when they have their answer; requests take the rules in turn."""
+    requests, ended = load.requests(model, *rules), []
+    scheduler = Scheduler(model, policy, max_num_seqs=load.clients)
 
-    def ask() -> Job:
-        job = next(jobs)
-        job.submitted, job.told = time.perf_counter(), heard
-        scheduler.submit(job)
-        return job
+    def ask() -> Request:
+        request = next(requests)
+        request.submitted, request.on_token = time.perf_counter(), on_token
+        scheduler.add(request)
+        return request
 
-    def heard(job: Job) -> None:
-        if job.finish:
-            ended.append(job)
+    def on_token(request: Request) -> None:
+        if request.finish:
+            ended.append(request)
             ask()
 
     firsts = [ask() for _ in range(load.clients)]
-    while not all(job.finish for job in firsts):
+    while not all(request.finish for request in firsts):
         scheduler.step()
     ended.clear()
     before, started = replace(scheduler.counters), time.perf_counter()
     while not ended or time.perf_counter() - started < load.seconds:
         scheduler.step()
     seconds = time.perf_counter() - started
-    if any(job.finish != "length" for job in ended):
+    if any(request.finish != "length" for request in ended):
         raise UserError("a request was lost")
-    latency, first = [job.ended - job.submitted for job in ended], [job.first - job.submitted for job in ended]
+    latency, first = [r.ended - r.submitted for r in ended], [r.first_token - r.submitted for r in ended]
     return _between(before, scheduler.counters, seconds, latency, first)
 
 
-def over_http(model: LoopedGPT, load: Load, policy: Policy, tokenizer: Any) -> Result:
+def over_http(model: LoopedGPT, load: Load, policy: str, tokenizer: Any) -> Result:
     """The same load over HTTP on loopback, from a process of its own."""
     from twoscale.serve.limits import Limits
     from twoscale.serve.server import Server
 
-    scheduler = Scheduler(model, policy, rows=load.clients)
+    scheduler = Scheduler(model, policy, max_num_seqs=load.clients)
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
-    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, LOOPS), limits=Limits(seconds=600.0))
-    jobs = itertools.islice(load.jobs(model, None), 2000)
-    asks = [{"body": {"prompt": job.prompt, "max_tokens": job.most, "temperature": 0}, "how": "stream"} for job in jobs]
+    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=600.0))
+    requests = itertools.islice(load.requests(model, None), 2000)
+    asks = [{"body": {"prompt": r.prompt, "max_tokens": r.sampling.max_new_tokens, "temperature": 0}, "how": "stream"} for r in requests]
     snapshots: list[Counters] = []
     found = ask_from_outside(server, load.clients, load.seconds, asks, lambda: snapshots.append(replace(scheduler.counters)))
     if found["troubles"] or not found["latency"]:
@@ -223,6 +223,22 @@ def _between(before: Counters, after: Counters, seconds: float, latency: list[fl
     return Result(seconds, after.tokens - before.tokens, latency, first, (after.rows - before.rows) / calls, engine)
 
 
+MIXED = tuple(Drawn(1e-9, low=low, high=high) for low, high in ((3, 6), (5, 8), (7, 10), (9, 12), (3, 12), (4, 11), (5, 10), (6, 9)))
+"""Eight rules of different depths; their mean is that of `Drawn` by itself."""
+
+
+def bench_mixed(model: LoopedGPT, load: Load, rounds: int, say: Callable[[str], object]) -> list[tuple[Result, Result]]:
+    """Clients that all have one rule, and the same clients with eight rules and depth limits, in turns: (one rule, eight rules)."""
+    scheduled(model, replace(load, clients=4, seconds=0.0), "lockstep", *MIXED)  # warm
+    found = []
+    for round_ in range(rounds):
+        load = replace(load, seed=round_)
+        one, eight = (scheduled(model, load, "lockstep", *rules) for rules in ((Drawn(1e-9),), MIXED))
+        say(f"round {round_ + 1}: {one.rate:.1f} tokens/s with one rule, {eight.rate:.1f} with eight")
+        found.append((one, eight))
+    return found
+
+
 ONE, WAIT = "one request after another", "batches that wait"
 
 
@@ -234,16 +250,15 @@ def bench_serve(model: LoopedGPT, load: Load, tokenizer: Any, rounds: int, say: 
         found.setdefault(name, []).append(result)
         say(f"{name}: {result.rate:.1f} tokens/s")
 
-    policies: tuple[Policy, ...] = ("lockstep", "depth")
     scheduled(model, replace(load, clients=4, seconds=0.0), "lockstep", Drawn(1e-9))  # warm
-    for turn in range(rounds):
-        load = replace(load, seed=turn)
+    for round_ in range(rounds):
+        load = replace(load, seed=round_)
         note(ONE, one_by_one(model, load))
         note(WAIT, waiting_batches(model, load))
-        for policy in policies:
-            if turn == 0:
-                note(f"{policy}, all {LOOPS} loops", scheduled(model, load, policy, None))
+        for policy in POLICIES:
+            if round_ == 0:
+                note(f"{policy}, all {MAX_STEPS} loops", scheduled(model, load, policy, None))
             note(f"{policy}, with exits", scheduled(model, load, policy, Drawn(1e-9)))
-        best = max(policies, key=lambda p: found[f"{p}, with exits"][0].rate)
+        best = max(POLICIES, key=lambda p: found[f"{p}, with exits"][0].rate)
         note(f"{best}, with exits, over HTTP", over_http(model, load, best, tokenizer))
     return found

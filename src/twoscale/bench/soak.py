@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from twoscale.bench.serve import LOOPS, Drawn, Load, ask_from_outside
-from twoscale.engine import generate
+from twoscale.bench.serve import MAX_STEPS, Drawn, Load, ask_from_outside
+from twoscale.engine import Scheduler, generate
+from twoscale.engine.policy import POLICIES
 from twoscale.model import LoopedGPT
-from twoscale.serve.scheduler import Policy, Scheduler
 
 KNOWN = 48  # requests whose answers are computed beforehand, each alone
 HOWS = ("stream", "whole", "stream", "vanish")
@@ -32,18 +32,17 @@ def soak(model: LoopedGPT, load: Load, tokenizer: Any, seconds: float, say: Call
 
     rules = dict.fromkeys(range(model.config.n_groups), Drawn(1e-9))
     asks, half, clean = _asks(model, load, tokenizer), max(1, load.clients // 2), True
-    policies: tuple[Policy, ...] = ("lockstep", "depth")
-    for policy in policies:
-        scheduler = Scheduler(model, policy, rows=half)
-        server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, LOOPS), limits=Limits(seconds=600.0, queue=half))
+    for policy in POLICIES:
+        scheduler = Scheduler(model, policy, max_num_seqs=half)
+        server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=600.0, max_queue=half))
         say(f"{policy}, {seconds / 2:.0f} s")
         with sampling(seconds / 600) as samples:
             found = ask_from_outside(server, 2 * load.clients, seconds / 2, asks, lambda: None, drain=300.0)
         counts, tenth = found["counts"], max(1, len(samples) // 10)
         lost = counts["asked"] - sum(counts[name] for name in ("answered", "refused", "vanished", "wrong"))
         early, late = median(samples[2 * tenth : 4 * tenth] or samples), median(samples[-2 * tenth :])
-        told = ", ".join(f"{name} {number}" for name, number in counts.items())
-        say(f"{policy}: {told}, lost {lost}; {found['tokens']} tokens in {found['seconds']:.0f} s")
+        outcome = ", ".join(f"{name} {number}" for name, number in counts.items())
+        say(f"{policy}: {outcome}, lost {lost}; {found['tokens']} tokens in {found['seconds']:.0f} s")
         say(f"memory {early:.0f} MB after warm-up, {late:.0f} MB at the end, highest {max(samples):.0f} MB")
         say(f"left over: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting, {scheduler.held} bytes of cache")
         for words in found["troubles"]:
@@ -57,10 +56,11 @@ def soak(model: LoopedGPT, load: Load, tokenizer: Any, seconds: float, say: Call
 def _asks(model: LoopedGPT, load: Load, tokenizer: Any) -> list[dict[str, Any]]:
     """Requests of several kinds, with the steps that each takes alone. Depths are drawn by place and token, so steps tell tokens."""
     asks = []
-    for i, job in enumerate(itertools.islice(load.jobs(model, Drawn(1e-9)), KNOWN)):
+    for i, request in enumerate(itertools.islice(load.requests(model, Drawn(1e-9)), KNOWN)):
         kv = KVS[i % len(KVS)]
-        alone = generate(model, [job.prompt], job.most, exit=Drawn(1e-9), loops=LOOPS, kv=kv, stop=(tokenizer.eot,))
-        body = {"prompt": job.prompt, "max_tokens": job.most, "temperature": 0, "kv": kv}
+        new = request.sampling.max_new_tokens
+        alone = generate(model, [request.prompt], new, exit=Drawn(1e-9), loops=MAX_STEPS, kv=kv, stop=(tokenizer.eot,))
+        body = {"prompt": request.prompt, "max_tokens": new, "temperature": 0, "kv": kv}
         asks.append({"body": body, "how": HOWS[i % len(HOWS)], "steps": [list(s) for s in alone.steps[0]]})
     return asks
 

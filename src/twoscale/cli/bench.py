@@ -79,6 +79,8 @@ class BenchServeArgs:
     """Instead: so many seconds of overload by twice as many clients, some of whom hang up; looks at memory and at every answer."""
     busy: bool = False
     """Instead: one request to `bundled` on free cores, with one core kept busy by another program, and with all of them."""
+    mixed: bool = False
+    """Instead: all clients with one rule, and with eight different rules and depth limits."""
     attack: bool = False
     """Instead: the latency of every request with and without 1,000 half-open connections and one heavy request, on 127.0.0.1."""
 
@@ -165,7 +167,7 @@ def _sampling(args: BenchDecodeArgs) -> int:
 def _decode(args: BenchDecodeArgs) -> int:
     from twoscale import exits
     from twoscale.bench import decode as b
-    from twoscale.engine.native import native
+    from twoscale.engine.kernels.library import native
     from twoscale.model import LoopedGPT
 
     config = presets.get(args.preset).model
@@ -210,6 +212,12 @@ def _decode(args: BenchDecodeArgs) -> int:
     token = b.bench_token(LoopedGPT(b.HUGINN).eval(), 96, 16, 3 * args.repeats)
     print(f"\nHuginn's layout, 6.7M parameters, width 256, 16 loops, context 96, one row: {token * 1e3:.1f} ms a token")
 
+    print("\nwithout C kernels, 32 sequences, 4 loops, ms a token: one attention call for many sequences, one a sequence")
+    for name in ("nano", "tiny"):
+        other = LoopedGPT(presets.get(name).model).eval()
+        slab, one = b.bench_torch_kernels(other, 32, min(48, other.config.block_size - 8), 4, args.repeats)
+        print(f"  preset {name:<6} {slab * 1e3:8.1f} ms {one * 1e3:8.1f} ms: {one / slab:.2f}x the tokens/s")
+
     print(f"\nkeys and values, bytes a token at {args.loops} loops (fp32)")
     table = b.cache_table(config, args.loops)
     for kv, size in table.items():
@@ -238,12 +246,19 @@ def _serve(args: BenchServeArgs) -> int:
     load = serve.Load(args.clients, args.seconds, args.prompt, args.new)
     if args.soak:
         return soak(model, load, byte_tokenizer(), args.soak, print)
+    if args.mixed:
+        rounds = serve.bench_mixed(model, load, args.rounds, say)
+        print(f"preset {args.preset}, {args.clients} clients, lockstep, medians of {args.rounds} rounds in turns")
+        for name, results in (("one rule", [a for a, _ in rounds]), ("eight rules and depth limits", [b for _, b in rounds])):
+            print(f"{name:<34}{serve.words(results)}")
+        print(f"eight rules beside one: {median(b.rate / a.rate for a, b in rounds):.2f}x")
+        return 0
     if args.attack:
         print(f"preset {args.preset}, {args.clients} clients, {args.rounds} rounds in turns")
         print("\n".join(attack.words(attack.bench_attack(model, load, byte_tokenizer(), args.rounds, say))))
         return 0
     spread = f"prompts of {args.prompt[0]} to {args.prompt[1]} tokens, answers of {args.new[0]} to {args.new[1]}"
-    print(f"preset {args.preset}, {args.clients} clients, {spread}, {serve.LEAST} to {serve.LOOPS} steps a group")
+    print(f"preset {args.preset}, {args.clients} clients, {spread}, {serve.MIN_STEPS} to {serve.MAX_STEPS} steps a group")
     found = serve.bench_serve(model, load, byte_tokenizer(), args.rounds, say)
     for name, results in found.items():
         print(f"{name:<34}{serve.words(results)}")

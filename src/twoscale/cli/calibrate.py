@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from twoscale.cli.parse import options, parse, say
+from twoscale.config.words import group_label, plural
 from twoscale.report.words import calibration_sentences
 
 
@@ -41,11 +42,11 @@ class CalibrateArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(CalibrateArgs, args, "twoscale calibrate")
+    parsed = parse(CalibrateArgs, args, "twoscale calibrate")
 
     from twoscale.api import calibrate
 
-    print(describe(calibrate(given.run, **options(given), progress=say).record))
+    print(describe(calibrate(parsed.run, **options(parsed), progress=say).record))
     return 0
 
 
@@ -53,7 +54,8 @@ def describe(result: dict[str, Any]) -> str:
     """The result in a few lines."""
     mine = result["report"]["calibrated"]
     goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in result["goal"].items())
-    lines = [f"{result['checkpoint']}, {result['rule']}, at most {result['loops']} loops, asked: {goal}"]
-    for g, rule in enumerate(result["rules"]):
-        lines.append(f"  group {g + 1}: {rule or 'all loops'}, {mine['steps'][g]:.2f} steps on average")
+    lines = [f"{result['checkpoint']}, {result['rule']}, at most {plural(result['loops'], 'loop')}, asked: {goal}"]
+    names = result.get("groups") or [None] * len(result["rules"])  # older versions did not name the layers
+    for g, (rule, layers) in enumerate(zip(result["rules"], names, strict=True)):
+        lines.append(f"  {group_label(g, layers)}: {rule or 'all loops'}, {mine['steps'][g]:.2f} steps on average")
     return "\n".join([*lines, *calibration_sentences(result, result.get("mean_loops"))])

@@ -38,25 +38,25 @@ class ConvertArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(ConvertArgs, args, "twoscale convert")
+    parsed = parse(ConvertArgs, args, "twoscale convert")
 
     from twoscale.data.prepare import describe_skipped, load_manifest
     from twoscale.data.progress import DocumentLine
     from twoscale.interop.convert import convert
 
-    if given.data_dir is not None and given.data != ConvertArgs("", Path()).data:
+    if parsed.data_dir is not None and parsed.data != ConvertArgs("", Path()).data:
         raise UserError("--data-dir names shards that are there: leave --data.* away")
-    if given.inject != "concat" and not given.groups:
+    if parsed.inject != "concat" and not parsed.groups:
         raise UserError("--inject goes with --groups: a looped model is taken as it is")
-    if given.block_size is not None and given.block_size < 2:
+    if parsed.block_size is not None and parsed.block_size < 2:
         raise UserError("--block-size is at least 2")
     with DocumentLine() as line:
-        made = convert(
-            given.model, given.out, given.groups, loops=given.loops, inject=given.inject, block_size=given.block_size,
-            data=given.data, data_dir=given.data_dir,
+        run_folder = convert(
+            parsed.model, parsed.out, parsed.groups, loops=parsed.loops, inject=parsed.inject, block_size=parsed.block_size,
+            data=parsed.data, data_dir=parsed.data_dir,
             progress=line,
         )  # fmt: skip
-    if given.data_dir is None and (skipped := describe_skipped(load_manifest(RunFolder(made).data))) is not None:
+    if parsed.data_dir is None and (skipped := describe_skipped(load_manifest(RunFolder(run_folder).data))) is not None:
         say(skipped)
-    print(made)
+    print(run_folder)
     return 0

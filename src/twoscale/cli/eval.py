@@ -51,27 +51,27 @@ class EvalArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(EvalArgs, args, "twoscale eval")
-    for name in () if given.tasks else TASK_OPTIONS:
-        if getattr(given, name) is not None:
+    parsed = parse(EvalArgs, args, "twoscale eval")
+    for name in () if parsed.tasks else TASK_OPTIONS:
+        if getattr(parsed, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
 
     from twoscale.api import evaluate, evaluate_tasks
 
-    common: dict[str, Any] = {"exit": given.exit, "loops": given.loops, "checkpoint": given.checkpoint}
-    if given.tasks:
-        common |= {name: getattr(given, name) for name in TASK_OPTIONS}
-        found = asdict(evaluate_tasks(given.run, given.tasks, **common))
+    common: dict[str, Any] = {"exit": parsed.exit, "loops": parsed.loops, "checkpoint": parsed.checkpoint}
+    if parsed.tasks:
+        common |= {name: getattr(parsed, name) for name in TASK_OPTIONS}
+        found = asdict(evaluate_tasks(parsed.run, parsed.tasks, **common))
     else:
-        found = asdict(evaluate(as_run(given.run), windows=given.windows, data_dir=given.data_dir, **common))
-    if given.output is not None:
-        write_json(make_folder(given.output.parent) / given.output.name, found)
-    print(tasks_table(found) if given.tasks else table(found))
+        found = asdict(evaluate(as_run(parsed.run), windows=parsed.windows, data_dir=parsed.data_dir, **common))
+    if parsed.output is not None:
+        write_json(make_folder(parsed.output.parent) / parsed.output.name, found)
+    print(tasks_table(found) if parsed.tasks else table(found))
     return 0
 
 
 def table(found: dict[str, Any]) -> str:
-    steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(found["steps"], found["loops"], strict=True))
+    steps = ", ".join(f"{mean:.2f} of {limit}" for mean, limit in zip(found["steps"], found["loops"], strict=True))
     return (
         f"{found['checkpoint']}, exit {found['exit'] or 'none'}\n"
         f"text            {evaluation_text(found)} ({found['bytes']:,} bytes)\n"
@@ -88,7 +88,7 @@ def tasks_table(found: dict[str, Any]) -> str:
     for task, numbers in found["results"].items():
         shown = (_number(key, numbers) for key in numbers if "stderr" not in key and not key.startswith("sample"))
         lines.append(f"{task:<24}{', '.join(shown)}")
-    steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(found["mean_steps"], found["loops"], strict=True))
+    steps = ", ".join(f"{mean:.2f} of {limit}" for mean, limit in zip(found["mean_steps"], found["loops"], strict=True))
     lines.append(f"mean steps              {steps}")
     return "\n".join(lines)
 

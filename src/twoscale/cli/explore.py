@@ -27,19 +27,19 @@ class ExploreArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(ExploreArgs, args, "twoscale explore")
-    if not 0 <= given.port <= 65535:
+    parsed = parse(ExploreArgs, args, "twoscale explore")
+    if not 0 <= parsed.port <= 65535:
         raise UserError("--port lies between 0 and 65535")
     try:
         from twoscale.explore.page import launch
     except ModuleNotFoundError as error:
         raise missing_package(f"the explorer needs {error.name}", "explore") from None
-    session = open_session(given.model)
+    session = open_session(parsed.model)
     session.warm_up()
     try:
-        page, address = launch(session, given.host, given.port or None, block=False)
+        page, address = launch(session, parsed.host, parsed.port or None, block=False)
     except OSError as error:
-        raise UserError(f"cannot listen on {given.host}:{given.port}: {error}; choose another --port") from None
+        raise UserError(f"cannot listen on {parsed.host}:{parsed.port}: {error}; choose another --port") from None
     print(address, flush=True)
     say("Ctrl-C ends it")
     page.block_thread()

@@ -31,12 +31,12 @@ class ExportArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(ExportArgs, args, "twoscale export")
+    parsed = parse(ExportArgs, args, "twoscale export")
 
     from twoscale.interop import find
     from twoscale.interop.export import export
 
-    folder = find(given.run)
+    folder = find(parsed.run)
     default = RunFolder(folder).export if RunFolder(folder).is_run else Path("exported") / folder.resolve().name
-    print(export(folder, given.out or default, given.checkpoint, given.dtype, given.code))
+    print(export(folder, parsed.out or default, parsed.checkpoint, parsed.dtype, parsed.code))
     return 0

@@ -15,6 +15,7 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError
+from twoscale.config.words import group_label, plural
 from twoscale.report.style import step_share
 from twoscale.report.words import against_default, mean_steps
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from twoscale.data import Tokenizer
 
 RAMP = (27, 33, 39, 45, 49, 84, 119, 155, 190, 226, 220, 214, 208, 202, 196)  # terminal colours from few steps to many
-MOST = 200  # new tokens unless told otherwise
+MAX_NEW_TOKENS = 200  # unless --max-new-tokens says otherwise
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class GenerateArgs:
     """Draw among so many most likely tokens."""
     top_p: float | None = None
     """Draw among the most likely tokens that together reach this probability."""
+    stop: tuple[str, ...] = ()
+    """Strings before which the text ends."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids at which the text ends, beside the end of text."""
+    logprobs: int | None = None
+    """After the text, list every new token with its log-probability and those of so many of the likeliest ones."""
     seed: int = 0
     """Fixes the draws and the start states."""
     color: Literal["auto", "always", "never"] = "auto"
@@ -54,19 +61,19 @@ class GenerateArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(GenerateArgs, args, "twoscale generate")
+    options = parse(GenerateArgs, args, "twoscale generate")
 
     import twoscale
     from twoscale.interop import find
     from twoscale.tradeoff.load_run import chosen_exit
 
-    folder = find(given.run)
+    folder = find(options.run)
     model, tokenizer = twoscale.load(folder)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     c = model.config
     try:
-        prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
+        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     except UnicodeDecodeError as error:
         raise UserError(f"the prompt on stdin is not UTF-8 at byte {error.start + 1}: give it as UTF-8") from None
     ids = tokenizer.encode(prompt)
@@ -74,29 +81,37 @@ def run(args: list[str]) -> int:
         raise UserError("the prompt is empty: give at least one character")
     if len(ids) > c.block_size:
         raise UserError(f"the prompt has {len(ids)} tokens, the model's context {c.block_size}: shorten it")
-    exit, most = chosen_exit(folder, given.exit, given.loops if len(given.loops) > 1 else given.loops[0] if given.loops else None)
-    loops = c.loops_for(most)
-    color = given.color == "always" or (given.color == "auto" and sys.stdout.isatty())
-    stream = Stream(tokenizer, ids, "" if given.prompt == "-" else given.prompt, loops if color else ())
+    exit, max_loops = chosen_exit(
+        folder, options.exit, options.loops if len(options.loops) > 1 else options.loops[0] if options.loops else None
+    )
+    loops = c.loops_for(max_loops)
+    color = options.color == "always" or (options.color == "auto" and sys.stdout.isatty())
+    stream = Stream(
+        tokenizer, ids, "" if options.prompt == "-" else options.prompt, loops if color else (), options.stop, options.stop_token_ids
+    )
     started = time.perf_counter()
     gen = twoscale.generate(
         model,
         [ids],
-        min(MOST, c.block_size - len(ids) + 1) if given.max_new_tokens is None else given.max_new_tokens,
+        min(MAX_NEW_TOKENS, c.block_size - len(ids) + 1) if options.max_new_tokens is None else options.max_new_tokens,
         exit=exit,
         loops=loops,
-        kv=given.kv,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        seed=given.seed,
-        stop=(tokenizer.eot,),
+        kv=options.kv,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=(tokenizer.eot, *options.stop_token_ids, *options.stop),
+        logprobs=options.logprobs,
+        tokenizer=tokenizer,
         callback=stream,
     )
     seconds = time.perf_counter() - started
     stream.end()
     if color:
         say("steps: " + "".join(f"\x1b[38;5;{n}m■\x1b[0m" for n in RAMP) + f" 1 to {max(loops, default=0)}, mean over groups")
+    if gen.logprobs is not None:
+        say("\n".join(logprob_lines(gen.logprobs[0], tokenizer)))
     groups = [stage for stage, g in c.stages if g is not None]
     say(summary(gen.steps[0], loops, groups, c.mean_loops, seconds, gen.cache_bytes))
     return 0
@@ -107,31 +122,47 @@ def summary(
 ) -> str:
     """Time, steps of each group and the loop work beside the default depth's, in one line."""
     n = len(steps)
-    words = [f"{n} tokens in {seconds:.2f} s, prompt included ({seconds / n * 1e3:.1f} ms a token)"]
+    words = [f"{plural(n, 'token')} in {seconds:.2f} s, prompt included ({seconds / n * 1e3:.1f} ms a token)"]
     if loops:
         means = [sum(s[g] for s in steps) / n for g in range(len(loops))]
-        names = ["-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in groups]
-        each = ", ".join(f"{mean:.1f} of {most} in {name}" for mean, most, name in zip(means, loops, names, strict=True))
+        each = ", ".join(
+            f"{m:.1f} of {max_loops} in {group_label(g, groups[g])}" for g, (m, max_loops) in enumerate(zip(means, loops, strict=True))
+        )
         work = against_default(mean_steps(means, [len(g) for g in groups]), mean_loops)
         words.append(f"mean steps {each}; {work}")
     words.append(f"keys and values held {held / 1e6:.1f} MB")
     return "; ".join(words)
 
 
+def logprob_lines(logprobs: list[list[tuple[int, float]]], tokenizer: "Tokenizer") -> list[str]:
+    """A line for each new token: itself, then the likeliest ones, each with its log-probability."""
+    return [
+        f"{tokenizer.decode([own[0]])!r} {own[1]:.3f}" + "".join(f"   {tokenizer.decode([token])!r} {value:.3f}" for token, value in likely)
+        for own, *likely in logprobs
+    ]
+
+
 class Stream:
     """Prints tokens as they come: whole characters only, and in colour if there are loop counts to measure by."""
 
-    def __init__(self, tokenizer: "Tokenizer", ids: list[int], prompt: str, loops: tuple[int, ...]) -> None:
-        from twoscale.data import Pieces
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        ids: list[int],
+        prompt: str,
+        loops: tuple[int, ...],
+        stop: tuple[str, ...] = (),
+        stop_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        from twoscale.engine.text import TextStream
 
-        self.prompt, self.loops, self.eot, self.pieces = prompt, loops, tokenizer.eot, Pieces(tokenizer)
-        for token in ids:
-            self.pieces.add(token)
+        self.prompt, self.loops = prompt, loops
+        self.stream = TextStream(tokenizer, ids, stop, frozenset({tokenizer.eot, *stop_token_ids}))
 
     def __call__(self, row: int, token: int, steps: tuple[int, ...]) -> None:
         self.text(self.prompt)
         self.prompt = ""
-        if token != self.eot and (text := self.pieces.add(token)):
+        if text := self.stream.add(token):
             self.text(text, self._color(steps))
 
     def _color(self, steps: tuple[int, ...]) -> int | None:
@@ -145,4 +176,4 @@ class Stream:
         sys.stdout.flush()
 
     def end(self) -> None:
-        self.text(self.pieces.rest() + "\n")
+        self.text(self.stream.finish() + "\n")

@@ -24,9 +24,9 @@ class ReportArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(ReportArgs, args, "twoscale report")
+    parsed = parse(ReportArgs, args, "twoscale report")
 
-    from twoscale.report import report
+    from twoscale.report.build import report
 
-    print(report(given.runs, out=given.out, progress=say).path)
+    print(report(parsed.runs, out=parsed.out, progress=say).path)
     return 0

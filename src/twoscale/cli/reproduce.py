@@ -4,6 +4,7 @@ twoscale reproduce --preset tiny
 twoscale reproduce --preset tiny --with-bundled --effort short      # what `make reproduce` does
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
 from twoscale.config.run_folder import ReportFolder, RunFolder
 from twoscale.config.serial import read_json
+from twoscale.config.words import plural
 
 LOOPS = (1, 2, 4, 8, 12, 20, 30)
 
@@ -119,6 +121,7 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     """Held-out loss at several depths, beside a bigram model where the run was trained on the same source."""
     from twoscale.config.files import write_json
     from twoscale.data import TokenData
+    from twoscale.report.words import evaluation_text
     from twoscale.tradeoff.bigram import bigram_cross_entropy
     from twoscale.tradeoff.evaluate import evaluate
     from twoscale.tradeoff.heldout import heldout_windows
@@ -135,15 +138,14 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
         return 0
     text = heldout_windows(opened.data, config.model.block_size, windows)
     by_loops: dict[str, float] = {}
+    about = {**asked, "source": opened.source, "clusters": text.n_clusters, "tokens": text.targets.numel()}
+    say(f"cross-entropy on {evaluation_text(about)}")
     for k in LOOPS if config.model.n_groups else (1,):
         by_loops[str(k)] = float(evaluate(opened.model, text, None, k if config.model.n_groups else ()).losses.mean())
-        say(f"  {k:>2} loops: {by_loops[str(k)]:.4f} nats a token")
+        say(f"  {plural(k, 'loop'):>8}: {by_loops[str(k)]:.4f} nats a token")
     trained_here = not RunFolder(out).source.exists()
     result: dict[str, Any] = {
-        **asked,
-        "source": opened.source,
-        "clusters": text.n_clusters,
-        "tokens": text.targets.numel(),
+        **about,
         "bytes": int(opened.tokenizer.byte_lengths()[text.targets].sum()),
         "optimizer": config.train.optimizer,
         "cross_entropy_by_loops": by_loops,
@@ -194,33 +196,34 @@ def _sweep_stage(out: Path, effort: Effort) -> int:
 
 def _report_stage(runs: list[Path]) -> int:
     from twoscale.config.files import write_json
-    from twoscale.report.page import write_report
+    from twoscale.report.build import report
 
     folders = [RunFolder(run) for run in runs]
     files = [p for f in folders for p in (f.geometry, f.evaluation, f.sequence, f.sweep, f.calibration, f.samples)]
     made_from = [path for path in files if path.exists()]
     page, shown = _page(runs), [str(run.resolve()) for run in runs]
-    noted = ReportFolder(page.parent).runs
-    same = noted.exists() and read_json(noted) == shown
+    runs_file = ReportFolder(page.parent).runs
+    same = runs_file.exists() and read_json(runs_file) == shown
     if same and page.exists() and page.stat().st_mtime >= max(p.stat().st_mtime for p in made_from):
         say("already written")
         return 0
-    write_report(*runs, out=page.parent, progress=lambda line: say(f"  {line}"))
-    write_json(noted, shown)
+    report(runs, page.parent, progress=lambda line: say(f"  {line}"))
+    write_json(runs_file, shown)
     return 0
 
 
 def _print_table(run: Path) -> None:
-    from twoscale.report.verdict import recommend
+    from twoscale.report.advice import recommend
     from twoscale.report.words import evaluation_text
-    from twoscale.tradeoff.summary import read_evaluation, read_sweep
+    from twoscale.tradeoff.summary import read_calibration_of, read_evaluation, read_sweep
 
     result = read_evaluation(RunFolder(run).evaluation)
     assert result is not None
     print(f"{run.name}: cross-entropy on {evaluation_text(result)}; {result['checkpoint']}, trained with {result['optimizer']}")
     rows = [*result["cross_entropy_by_loops"].items(), *[("bigram", ce) for ce in [result["bigram_cross_entropy"]] if ce is not None]]
-    print(f"{'loops':>8}  nats a token")
+    bits = result["tokens"] / result["bytes"] / math.log(2) if result.get("bytes") else None  # per byte, of a nat a token
+    print(f"{'loops':>8}  nats a token{'  bits per byte' if bits else ''}")
     for k, ce in rows:
-        print(f"{k:>8}  {ce:.4f}")
+        print(f"{k:>8}  {ce:<12.4f}{f'  {bits * ce:.4f}' if bits else ''}".rstrip())
     if (swept := read_sweep(RunFolder(run).sweep, load_config(run).model.mean_loops)) is not None:
-        print(recommend(swept)[0])
+        print(recommend(swept, read_calibration_of(run, swept))[0])

@@ -6,7 +6,7 @@ twoscale serve bundled --port 8000
 import os
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -28,8 +28,8 @@ class ServeArgs:
     """Address to listen on; by default this machine alone can reach it."""
     port: int = 8000
     """Port; 0 takes a free one."""
-    policy: Literal["auto", "lockstep", "depth"] = "auto"
-    """How requests share calls; auto measures what a call costs with few and with many rows, and chooses."""
+    policy: str = "auto"
+    """How requests share calls: lockstep, depth, or auto, which measures what a call costs with few and with many rows."""
     max_num_seqs: int = 32
     """Texts in one round of the engine; while another request holds all of them, a new one begins beside it and they take turns."""
     cache_mb: int = 1024
@@ -63,10 +63,10 @@ def _open(name: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | N
 
 
 def run(args: list[str]) -> int:
-    given = parse(ServeArgs, args, "twoscale serve")
-    if not 0 <= given.port <= 65535 or min(given.max_num_seqs, given.cache_mb, given.max_queue, given.max_connections) < 1:
+    options = parse(ServeArgs, args, "twoscale serve")
+    if not 0 <= options.port <= 65535 or min(options.max_num_seqs, options.cache_mb, options.max_queue, options.max_connections) < 1:
         raise UserError("--port lies between 0 and 65535; --max-num-seqs, --cache-mb, --max-queue and --max-connections are at least 1")
-    if not min(given.timeout, given.read_timeout) > 0 or not max(given.timeout, given.read_timeout) <= 86_400:
+    if not min(options.timeout, options.read_timeout) > 0 or not max(options.timeout, options.read_timeout) <= 86_400:
         raise UserError("--timeout and --read-timeout are above 0 and at most a day")
     try:
         from twoscale.serve.app import create_app
@@ -76,19 +76,21 @@ def run(args: list[str]) -> int:
         from twoscale.serve.server import Server
     except ModuleNotFoundError as error:
         raise missing_package(f"serving needs {error.name}", "serve") from None
-    from twoscale.serve.choose import choose_policy
-    from twoscale.serve.scheduler import Scheduler
+    from twoscale.engine.policy import choose_policy
+    from twoscale.engine.scheduler import Scheduler
 
-    model, tokenizer, name, calibrated = _open(given.model)
-    listening = listen(given.host, given.port)
-    policy, why = choose_policy(model, given.max_num_seqs) if given.policy == "auto" else (given.policy, given.policy)
-    scheduler = Scheduler(model, policy, rows=given.max_num_seqs, cache_bytes=given.cache_mb << 20)
-    limits = Limits(seconds=given.timeout, queue=given.max_queue, connections=given.max_connections, read_seconds=given.read_timeout)
-    key = os.environ.get(given.key_env) or None
+    model, tokenizer, name, calibrated = _open(options.model)
+    listening = listen(options.host, options.port)
+    policy, why = choose_policy(model, options.max_num_seqs) if options.policy == "auto" else (options.policy, options.policy)
+    scheduler = Scheduler(model, policy, max_num_seqs=options.max_num_seqs, cache_bytes=options.cache_mb << 20)
+    limits = Limits(
+        timeout=options.timeout, max_queue=options.max_queue, max_connections=options.max_connections, read_timeout=options.read_timeout
+    )
+    key = os.environ.get(options.key_env) or None
     server = Server(model, tokenizer, name, scheduler, calibrated=calibrated, limits=limits, key=key)
     say(f"policy: {why}")
-    http = HTTPServer(create_app(server), server.connections, timeout_graceful_shutdown=int(given.timeout) + 1)
-    say(f"http://{given.host}:{listening.getsockname()[1]}/v1")
+    http = HTTPServer(create_app(server), server.connections, timeout_graceful_shutdown=int(options.timeout) + 1)
+    say(f"http://{options.host}:{listening.getsockname()[1]}/v1")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends gracefully, then raises the signal again: being told to go is no fault
     http.run(sockets=[listening])
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from twoscale.cli.parse import is_main_process, options, parse, say
+from twoscale.config.words import all_loops
 from twoscale.report.words import default_depth, signed, sweep_text
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ class SweepArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(SweepArgs, args, "twoscale sweep")
+    parsed = parse(SweepArgs, args, "twoscale sweep")
 
     from twoscale.api import sweep
 
-    found = sweep(given.run, **options(given), progress=say)
+    found = sweep(parsed.run, **options(parsed), progress=say)
     if is_main_process():
         print(table(found))
     return 0
@@ -65,14 +66,14 @@ def table(sweep: "Sweep") -> str:
     """Every point on one line, curve by curve."""
     head = sweep.header
     lines = [
-        f"{head['checkpoint']}, {sweep_text(head)}; dCE against all {head['loops']} loops with a 95 % interval{_default(sweep)}",
-        f"{'point':<28}{'steps':>7}{'CE':>9}{'dCE':>9}  {'interval':<19}{'agree':>6}{'MFLOP':>8}{'ms':>8}",
+        f"{head['checkpoint']}, {sweep_text(head)}; dCE against {all_loops(head['loops'])} with a 95 % interval{_default(sweep)}",
+        f"{'point':<34}{'steps':>7}{'CE':>9}{'dCE':>9}  {'interval':<19}{'agree':>6}{'MFLOP':>8}{'ms':>8}",
     ]
     for p in sweep.points:
         ms = f"{p['ms']:.2f}" if p.get("ms") is not None else "-"
         between = f"{signed(p['dce_low'])} {signed(p['dce_high'])}"
         cost = f"{p['agree']:6.1%}{p['flops'] / 1e6:8.2f}{ms:>8}"
-        lines.append(f"{p['id'][:27]:<28}{p['mean_steps']:7.2f}{p['ce']:9.4f}{signed(p['dce']):>9}  {between:<19}{cost}")
+        lines.append(f"{(p['label'] or p['id'])[:33]:<34}{p['mean_steps']:7.2f}{p['ce']:9.4f}{signed(p['dce']):>9}  {between:<19}{cost}")
     for family in dict.fromkeys(p["family"] for p in sweep.points if "hard" in p):
         steps = [p["mean_steps"] for p in sweep.family(family)]
         if len(steps) > 1 and min(steps) >= head["loops"] - 1e-9:

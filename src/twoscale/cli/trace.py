@@ -35,9 +35,9 @@ class TraceArgs:
 
 
 def run(args: list[str]) -> int:
-    given = parse(TraceArgs, args, "twoscale trace")
+    parsed = parse(TraceArgs, args, "twoscale trace")
 
     from twoscale.geometry.run import measure_run
 
-    measure_run(as_run(given.run), **options(given), progress=say)
+    measure_run(as_run(parsed.run), **options(parsed), progress=say)
     return 0

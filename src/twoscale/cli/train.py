@@ -9,13 +9,13 @@ torchrun --nproc-per-node=8 -m twoscale train --preset paper
 
 import os
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from twoscale.cli.parse import chosen, parse, say
+from twoscale.cli.parse import chosen, is_main_process, parse, say
 from twoscale.config import RunConfig, UserError, presets
 from twoscale.config.run_folder import RunFolder
 
@@ -24,8 +24,8 @@ from twoscale.config.run_folder import RunFolder
 class TrainArgs:
     """Train a looped GPT. The same command in the same folder goes on where it stopped."""
 
-    preset: Literal["nano", "tiny", "small", "paper"] = "tiny"
-    """The settings to start from; every one of them can be changed below."""
+    preset: Literal["nano", "tiny", "small", "paper", "hops", "carry", "hops-paper"] = "tiny"
+    """The settings to start from; every one of them can be changed below. With --task and without --preset: the task's own."""
     out: Path | None = None
     """Folder of the run; runs/NAME by default."""
     data_dir: Path | None = None
@@ -48,14 +48,18 @@ A = TypeVar("A", bound=TrainArgs)
 
 def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
     """The arguments, on top of the preset and the model that they name."""
-    preset = presets.get(chosen(args, "--preset", "tiny"))
+    task = chosen(args, "--task", _trained_on(chosen(args, "--init", "")))
+    preset = presets.get(chosen(args, "--preset", task if task in presets.PRESETS else "tiny"))
     if init := chosen(args, "--init", ""):
         preset = _like(preset, init)
-    elif not chosen(args, "--resume", ""):
+    elif not chosen(args, "--resume", "") and task == preset.task == "none":
         preset = _fit_vocabulary(preset, args)
     if not chosen(args, "--resume", ""):
-        preset = _fit_batch(_named(preset, args), args)
+        preset = _fit_schedule(_fit_batch(_named(preset, args), args), args)
     parsed = parse(kind, args, prog, default=kind(config=preset))
+    parsed = replace(parsed, config=_fit_task(parsed.config, args))
+    if parsed.config.task != "none" and kind is not TrainArgs:
+        raise UserError(f"{prog} works on text: train on the task {parsed.config.task} with `twoscale train --task {parsed.config.task}`")
     if parsed.resume is not None:
         if parsed.out is not None or parsed.init is not None:
             raise UserError("--resume names the folder already: leave --out away, and --init")
@@ -64,13 +68,22 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
     return parsed
 
 
+def _trained_on(init: str) -> str:
+    """The task that a model was trained on."""
+    if not init or not RunFolder(Path(init)).task.exists():
+        return "none"
+    from twoscale.tasks.file import load_task
+
+    return getattr(load_task(Path(init)), "name", "none")
+
+
 def _named(preset: RunConfig, args: list[str]) -> RunConfig:
     """The preset, called as the folder that --out names; a run that is there keeps its name."""
     out = chosen(args, "--out", "")
     if not out:
         return preset
-    there = _run_in(out)
-    return replace(preset, name=there.name if there is not None else Path(out).resolve().name or preset.name)
+    existing = _run_in(out)
+    return replace(preset, name=existing.name if existing is not None else Path(out).resolve().name or preset.name)
 
 
 def _run_in(out: str) -> RunConfig | None:
@@ -83,7 +96,7 @@ def _run_in(out: str) -> RunConfig | None:
 
 def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
     """The preset with the vocabulary that the data have, or the run that is there; --model.vocab-size still comes before it."""
-    there = _run_in(chosen(args, "--out", f"runs/{chosen(args, '--name', preset.name)}"))
+    existing = _run_in(chosen(args, "--out", f"runs/{chosen(args, '--name', preset.name)}"))
     data, known = preset.data, 0
     tokenizer, size = chosen(args, "--data.tokenizer", data.tokenizer), chosen(args, "--data.bpe-vocab", "")
     if folder := chosen(args, "--data-dir", ""):
@@ -96,8 +109,20 @@ def _fit_vocabulary(preset: RunConfig, args: list[str]) -> RunConfig:
         known, data = Tokenizer.load(Path(tokenizer).expanduser()).vocab_size, replace(data, tokenizer=tokenizer)
     else:
         data = replace(data, tokenizer=tokenizer, bpe_vocab=int(size) if size.isascii() and size.isdigit() else data.bpe_vocab)
-    size_there = 0 if there is None else there.model.vocab_size
-    return replace(preset, data=data, model=replace(preset.model, vocab_size=max(known, data.vocab_size or 0, size_there)))
+    existing_vocab = 0 if existing is None else existing.model.vocab_size
+    return replace(preset, data=data, model=replace(preset.model, vocab_size=max(known, data.vocab_size or 0, existing_vocab)))
+
+
+def _fit_task(config: RunConfig, args: list[str]) -> RunConfig:
+    """The config with vocabulary and context of its task, unless they are given."""
+    if config.task == "none":
+        return config
+    task, model = getattr(config, config.task), config.model
+    if not chosen(args, "--model.vocab-size", ""):
+        model = replace(model, vocab_size=task.vocab_size)
+    if not chosen(args, "--model.block-size", ""):
+        model = replace(model, block_size=task.length)
+    return replace(config, model=model)
 
 
 def _fit_batch(preset: RunConfig, args: list[str]) -> RunConfig:
@@ -110,12 +135,28 @@ def _fit_batch(preset: RunConfig, args: list[str]) -> RunConfig:
     return replace(preset, train=replace(preset.train, batch_size=int(size), micro_batch_size=fits))
 
 
+def _fit_schedule(preset: RunConfig, args: list[str]) -> RunConfig:
+    """A task's preset with warm-up, growing loops and falling rate in their shares of the steps that are asked for."""
+    steps, c = chosen(args, "--train.steps", ""), preset.train
+    if preset.task == "none" or not (steps.isascii() and steps.isdigit() and int(steps)):
+        return preset
+    share = int(steps) / c.steps
+    warmup, ramp = int(c.warmup_steps * share), int(c.loops_ramp * share)
+    decay = None if c.decay_steps is None else max(1, int(c.decay_steps * share))
+    return replace(preset, train=replace(c, steps=int(steps), warmup_steps=warmup, loops_ramp=ramp, decay_steps=decay))
+
+
 def _like(preset: RunConfig, init: str) -> RunConfig:
-    """The preset with shape and tokenizer of a model that is there already."""
+    """The preset with shape and tokenizer of a model that is there already; with its task too, where it was trained on one."""
+    from twoscale.config.task import CarryConfig, HopsConfig
     from twoscale.interop.load import find, model_config
+    from twoscale.tasks.file import load_task
 
     folder = find(init)
     config = model_config(folder)
+    if preset.task != "none" and (task := load_task(folder)) is not None:
+        kind = {"hops": HopsConfig, "carry": CarryConfig}[task.name]
+        preset = replace(preset, **{"task": task.name, task.name: kind(**{f.name: getattr(task, f.name) for f in fields(kind)})})
     data = replace(preset.data, tokenizer=str(folder.resolve())) if RunFolder(folder).tokenizer.exists() else preset.data
     return replace(preset, name=f"{folder.resolve().name}-trained", model=config, data=data)
 
@@ -124,6 +165,7 @@ def train(args: TrainArgs) -> int:
     from twoscale.data.progress import DocumentLine
     from twoscale.geometry.probe import probe_geometry
     from twoscale.interop import load
+    from twoscale.tasks.staircase import load_staircase
     from twoscale.train import Diverged, start_run
     from twoscale.train.checkpoint import list_checkpoints, load_config
 
@@ -140,8 +182,10 @@ def train(args: TrainArgs) -> int:
         say(f"twoscale train: {error}")
         return 3
     if result.finished:
-        val = f", validation loss {result.val_loss:.4f} nats a token" if result.val_loss is not None else ""
+        val = f", validation loss {result.val_loss:.4f} nats a token on {result.val_text}" if result.val_loss is not None else ""
         say(f"{out}: finished at step {result.step}{val}; weights in {result.checkpoint}")
+        if (staircase := load_staircase(out)) is not None and config.task != "none" and is_main_process():
+            print(f"{config.task}: percent right by true depth and loop steps ({RunFolder(out).staircase})\n{staircase.table()}")
         return 0
     assert result.signal is not None
     name = signal.Signals(result.signal).name

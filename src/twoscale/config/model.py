@@ -63,7 +63,8 @@ class ModelConfig:
     share_group_norm: bool = False
     """Whether that norm is the closing norm of the network itself (same gain)."""
     exit_gate: bool = False
-    """Whether each group has a learned gate that says how likely a token is to leave (Ouro); read by exits.Gate, not trained here."""
+    """Whether the last group has a learned gate that says how likely a token is to leave (Ouro): read by exits.Gate, trained by the
+    objectives gate, act and lookahead."""
     tie_head: bool = True
     """Whether the head reads with the embedding's own matrix."""
 
@@ -154,7 +155,7 @@ class ModelConfig:
             total += self.block_size * self.n_embd
         if self.inject == "concat":
             total += self.n_groups * 2 * self.n_embd**2
-        return total + self.n_groups * self.n_embd * self.exit_gate
+        return total + min(self.n_groups, 1) * self.n_embd * self.exit_gate
 
     def loops_for(self, loops: int | Sequence[int] | None) -> tuple[int, ...]:
         """One loop count for each group from what a caller may say: None (mean_loops), one number, or one a group."""

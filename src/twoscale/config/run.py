@@ -1,4 +1,4 @@
-"""RunConfig: a model, its data and its training, all that a run folder's `config.json` holds."""
+"""RunConfig: a model, its data (or its task) and its training, all that a run folder's `config.json` holds."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,6 +6,8 @@ from typing import Literal
 
 from twoscale.config.errors import UserError
 from twoscale.config.model import ModelConfig
+from twoscale.config.objective import ObjectiveConfig
+from twoscale.config.task import CarryConfig, HopsConfig, TaskName
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class TrainConfig:
     """Validation sequences of one such measurement."""
     geometry_loops: int = 30
     """Loop steps of one such measurement."""
+    staircase_loops: int = 16
+    """On a task: at the end of the run accuracy is measured by true depth after 1 to so many loop steps."""
+    staircase_samples: int = 1024
+    """Held-out samples of that measurement."""
     checkpoint_interval: int = 1000
     """Save every so many steps, and at the end."""
     keep_last: int = 2
@@ -113,6 +119,7 @@ class TrainConfig:
     """How several processes share the work; `auto` is ddp. One process ignores it."""
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     """Send the metrics there too; metrics.jsonl is always written."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
     def __post_init__(self) -> None:
         for name, allowed in {
@@ -140,6 +147,8 @@ class TrainConfig:
         _range("loops_ramp", self.loops_ramp, 0, self.steps)
         _range("geometry_interval", self.geometry_interval, 0, 2**40)
         _range("geometry_loops", self.geometry_loops, 1, 1000)
+        _range("staircase_loops", self.staircase_loops, 1, 1000)
+        _range("staircase_samples", self.staircase_samples, 1, 2**30)
         if not 0 <= self.warmup_steps <= self.steps:
             raise UserError(f"warmup_steps = {self.warmup_steps}: must lie between 0 and steps = {self.steps}")
         if self.decay_steps is not None:
@@ -168,9 +177,14 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    task: TaskName = "none"
+    """Train on a task whose true depth is known instead of text; the model's vocabulary and context follow it."""
+    hops: HopsConfig = field(default_factory=HopsConfig)
+    carry: CarryConfig = field(default_factory=CarryConfig)
 
     def __post_init__(self) -> None:
-        if (self.data.vocab_size or 0) > self.model.vocab_size:
+        _choice("task", self.task, ("none", "hops", "carry"))
+        if self.task == "none" and (self.data.vocab_size or 0) > self.model.vocab_size:
             raise UserError(
                 f"the {self.data.tokenizer} tokenizer has {self.data.vocab_size} tokens, model.vocab_size is "
                 f"{self.model.vocab_size}: raise it"

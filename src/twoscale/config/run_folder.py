@@ -63,6 +63,11 @@ class RunFolder:
         """The model that the run was converted from."""
         return self.path / "source.json"
 
+    @property
+    def task(self) -> Path:
+        """The task that it is trained on, in place of text."""
+        return self.path / "task.json"
+
     # -- training --------------------------------------------------------------------------------------------------
 
     @property
@@ -95,6 +100,11 @@ class RunFolder:
     def sequence_states(self) -> Path:
         """The `Trace` of that sequence."""
         return self.path / "trace" / "sequence.safetensors"
+
+    @property
+    def staircase(self) -> Path:
+        """Accuracy on its task by true depth and loop steps."""
+        return self.path / "staircase.json"
 
     @property
     def evaluation(self) -> Path:
@@ -156,8 +166,8 @@ class ReportFolder:
 def check_run(folder: Path) -> Path:
     """The folder, unless it holds a model by itself: that is refused with a word on how to make a run of it."""
     if (folder / CONFIG).exists() and (folder / MODEL).exists() and not RunFolder(folder).is_run:
-        made = f"twoscale convert {folder} --out runs/{folder.resolve().name}"
-        raise UserError(f"{folder} is a model, not a run: make a run of it with `{made}`")
+        command = f"twoscale convert {folder} --out runs/{folder.resolve().name}"
+        raise UserError(f"{folder} is a model, not a run: make a run of it with `{command}`")
     return folder
 
 

@@ -1,7 +1,7 @@
 """Text becomes token shards, shards become batches."""
 
 from twoscale.data.loader import Batches, TokenData, held_out
-from twoscale.data.prepare import load_manifest, prepare
+from twoscale.data.prepare import load_manifest, prepare, source_name
 from twoscale.data.tokenizer import Pieces, Tokenizer
 
-__all__ = ["Batches", "Pieces", "TokenData", "Tokenizer", "held_out", "load_manifest", "prepare"]
+__all__ = ["Batches", "Pieces", "TokenData", "Tokenizer", "held_out", "load_manifest", "prepare", "source_name"]

@@ -113,6 +113,14 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def source_name(folder: Path) -> str:
+    """What a prepared folder was made from: `builtin`, the name of a file or folder, or a dataset of the hub (`hf:...`)."""
+    named = load_manifest(folder).get("source")
+    if not isinstance(named, str) or not named:
+        return folder.name
+    return named if named.startswith("hf:") else Path(named).name
+
+
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and [type(number) for number in value] == [int, int]
 

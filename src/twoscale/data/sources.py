@@ -22,7 +22,7 @@ from twoscale.data.packed import open_packed
 END_OF_TEXT = "<|endoftext|>"
 TEXT, PACKED = (".txt", ".md", ".jsonl"), (".gz", ".xz")
 SUFFIXES = (*(kind + packed for kind in TEXT for packed in ("", *PACKED)), ".parquet")
-MOST_BAD = 0.01  # a document with a larger share of undecodable characters is not text
+MAX_UNDECODABLE = 0.01  # a document with a larger share of undecodable characters is not text
 JSON_SHARE = 8  # a line of JSON takes up to some twenty times its size when parsed
 HASHED_WHOLE, SAMPLES, SAMPLE = 64 << 20, 64, 1 << 20  # bytes of a file that is hashed whole; of larger ones so many samples
 PARQUET_ROWS, PARQUET_BYTES = 256, 256 << 20  # rows that are read at once, and bytes
@@ -56,7 +56,7 @@ class Documents:
         raw = document if isinstance(document, bytes) else document.encode("utf-8", "surrogatepass")  # JSON can smuggle half characters in
         text = raw.decode("utf-8", errors="replace")
         if len(text) > 0 and text != document and "\ufffd" in text:
-            if text.count("\ufffd") > MOST_BAD * len(text):
+            if text.count("\ufffd") > MAX_UNDECODABLE * len(text):
                 self.counts["not_text"] += 1
                 return None
             self.counts["bad_utf8"] += 1

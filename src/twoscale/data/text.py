@@ -11,11 +11,11 @@ Tokens = Tensor | Sequence[Sequence[int]] | str | Sequence[str]
 """ids (B, T), a ragged list of lists, one text, or a list of texts."""
 
 
-def as_token_ids(given: Tokens, tokenizer: Tokenizer | None) -> Tensor | Sequence[Sequence[int]]:
+def as_token_ids(prompts: Tokens, tokenizer: Tokenizer | None) -> Tensor | Sequence[Sequence[int]]:
     """Texts become a list of lists of ids, one for each text; ids are returned as they are."""
-    if isinstance(given, Tensor):
-        return given
-    texts = [given] if isinstance(given, str) else given
+    if isinstance(prompts, Tensor):
+        return prompts
+    texts = [prompts] if isinstance(prompts, str) else prompts
     if not isinstance(texts, Sequence) or not any(isinstance(text, str) for text in texts):
         return texts  # type: ignore[return-value]
     if not all(isinstance(text, str) for text in texts):

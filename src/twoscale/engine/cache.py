@@ -15,18 +15,22 @@ Shapes: L level, J key/value heads, T position, D head width.
 import re
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from twoscale.config import ModelConfig, UserError
-from twoscale.engine.native import pointer
+from twoscale.engine.kernels.base import Kernels
+from twoscale.engine.kernels.eager import EagerKernels
+
+if TYPE_CHECKING:
+    from twoscale.engine.request import LoopParams
 
 Place = int | slice | Tensor  # one position, a run of them, or any
 
 
-LARGE = 64 << 20  # bytes from which a layer looks whether there is so much memory
+CHECKED_SIZE = 64 << 20  # bytes from which a layer checks whether there is so much memory
 
 
 def free_memory() -> int | None:
@@ -53,8 +57,10 @@ def parse_kv(kv: str) -> int | None:
 class LayerCache:
     """Keys and values of one layer."""
 
-    def __init__(self, shape: tuple[int, int, int], levels: int, like: Tensor, library: Any | None) -> None:
-        self.shape, self.most, self.library = shape, levels, library  # (J, T, D)
+    def __init__(self, layer: int, shape: tuple[int, int, int], levels: int, like: Tensor, kernels: Kernels) -> None:
+        self.layer, self.shape, self.max_levels, self.kernels = layer, shape, levels, kernels  # (J, T, D)
+        self.slot: object | None = None
+        """Holds the memory of keys and values for kernels that share it between sequences."""
         self.depth = 0  # levels that exist
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
@@ -71,7 +77,7 @@ class LayerCache:
 
     def open_level(self, k: int, length: int) -> int:
         """The level of step k, which exists from now on."""
-        level = (k - 1) % self.most
+        level = (k - 1) % self.max_levels
         if level >= self.depth:
             self._deepen(level, length)
         return level
@@ -84,25 +90,14 @@ class LayerCache:
     def settle(self, k: int, at: Place) -> None:
         """Tokens leave after step k: what they wrote there is what all deeper steps see."""
         if k < self.depth:
-            level = (k - 1) % self.most
-            if self.library is not None and isinstance(at, int):
-                J, room, D = self.shape
-                self.library.settle(J, D, room, at, level, k, self.depth, *self.addresses)
-                return
-            for store in (self.keys, self.values):
-                store[k : self.depth, :, at] = store[level, :, at]
+            self.kernels.settle(self, k, at)
 
     def _deepen(self, level: int, length: int) -> None:
         """Let a level begin: for every token so far the step before was the last."""
         if level >= len(self.keys):
-            room = min(self.most, max(1, 2 * len(self.keys), level + 1))
-            self._check_memory(room)
-            for name in ("keys", "values"):
-                grown = self.keys.new_empty(room, *self.shape)
-                if self.depth:
-                    grown[: self.depth, :, :length] = getattr(self, name)[: self.depth, :, :length]
-                setattr(self, name, grown)
-            self._locate()
+            levels = min(self.max_levels, max(1, 2 * len(self.keys), level + 1))
+            self._check_memory(levels)
+            self._move(levels, length)
             self.level_bytes = self.keys[0].nbytes
         for new in range(self.depth, level + 1):
             if new:
@@ -110,11 +105,21 @@ class LayerCache:
                     store[new, :, :length] = store[new - 1, :, :length]
         self.depth = level + 1
 
+    def _move(self, levels: int, length: int) -> None:
+        """Into memory for so many levels."""
+        old = self.keys, self.values
+        self.keys, self.values, slot = self.kernels.allocate(self.layer, (levels, *self.shape), old[0])
+        if self.depth:
+            for new, before in ((self.keys, old[0]), (self.values, old[1])):
+                new[: self.depth, :, :length] = before[: self.depth, :, :length]
+        self.slot = slot
+        self.locate()
+
     def _check_memory(self, levels: int) -> None:
         """Refuse to hold more levels than there is memory for: the system would end the process."""
         J, T, D = self.shape
         needed = 2 * levels * J * T * D * self.keys.itemsize
-        if needed < LARGE or not self.keys.is_cpu:
+        if needed < CHECKED_SIZE or not self.keys.is_cpu:
             return
         free = free_memory()
         if free is not None and needed > free:
@@ -123,16 +128,17 @@ class LayerCache:
                 f"{free / 1e9:.1f} GB are free: ask for fewer loops or tokens, or kv=last"
             )
 
-    def copy(self) -> "LayerCache":
+    def copy(self, kernels: Kernels | None = None) -> "LayerCache":
+        """The same content in memory of its own, for other kernels if they are given."""
         new = copy(self)
-        new.keys, new.values = self.keys.clone(), self.values.clone()
-        new._locate()
+        new.kernels = kernels or self.kernels
+        if len(self.keys):
+            new._move(len(self.keys), self.shape[1])
         return new
 
-    def _locate(self) -> None:
-        """Note where the C kernels find the levels; torch's operators need no addresses."""
-        if self.library is not None:
-            self.addresses = (pointer(self.keys, self.keys.numel()), pointer(self.values, self.values.numel()))
+    def locate(self) -> None:
+        """Note where keys and values lie, after they have moved."""
+        self.addresses = self.kernels.addresses(self.keys, self.values)
 
     @property
     def nbytes(self) -> int:
@@ -140,29 +146,29 @@ class LayerCache:
 
 
 class Cache:
-    """Keys and values of one sequence of at most `capacity` tokens."""
+    """Keys and values of one sequence of at most `capacity` tokens, and the parameters of the request that it was opened for."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        capacity: int,
-        loops: tuple[int, ...],
-        kv: str = "exact",
-        like: Tensor | None = None,
-        library: Any | None = None,
+        self, config: ModelConfig, capacity: int, params: "LoopParams", like: Tensor | None = None, kernels: Kernels | None = None
     ) -> None:
         """`like` has the type and the device of keys and values; fp32 on the CPU if it is not given."""
-        self.capacity, self.length = capacity, 0
-        levels = parse_kv(kv)
-        shape, like = (
-            (config.kv_heads, capacity, config.head_dim),
-            torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like,
-        )
-        self.layers = [
-            LayerCache(shape, 1 if group is None else min(loops[group], levels or loops[group]), like, library)
-            for layers, group in config.stages
-            for _ in layers
-        ]
+        self.capacity, self.length, self.params = capacity, 0, params
+        like = torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like
+        shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or EagerKernels()
+        self.layers = [LayerCache(i, shape, n, like, kernels) for i, n in enumerate(levels_of(config, params))]
+
+    def extend(self, n: int) -> int:
+        """Make n more tokens part of the sequence; returns the position of the first."""
+        if self.length + n > self.capacity:
+            raise UserError(f"a sequence of {self.length + n} tokens does not fit the context of {self.capacity} tokens")
+        self.length += n
+        return self.length - n
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from position `length` on. What they wrote is overwritten by the tokens that come in their place."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"a sequence of {self.length} tokens cannot be rewound to {length}")
+        self.length = length
 
     def copy(self) -> "Cache":
         """The same content in memory of its own."""
@@ -176,6 +182,14 @@ class Cache:
         return sum(layer.nbytes for layer in self.layers)
 
 
-def bytes_per_token(config: ModelConfig, loops: tuple[int, ...], kv: str, itemsize: int = 4) -> int:
+def levels_of(config: ModelConfig, params: "LoopParams") -> list[int]:
+    """The most levels that each layer keeps."""
+    kept = parse_kv(params.kv)
+    return [
+        1 if group is None else min(params.loops[group], kept or params.loops[group]) for layers, group in config.stages for _ in layers
+    ]
+
+
+def bytes_per_token(config: ModelConfig, params: "LoopParams", itemsize: int = 4) -> int:
     """What one more token costs when every level exists; a plain GPT of as many layers is the case kv="last"."""
-    return sum(layer.most for layer in Cache(config, 0, loops, kv).layers) * 2 * config.kv_heads * config.head_dim * itemsize
+    return sum(levels_of(config, params)) * 2 * config.kv_heads * config.head_dim * itemsize

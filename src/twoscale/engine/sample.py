@@ -8,55 +8,15 @@ Shapes: N rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from twoscale.config import UserError
-from twoscale.engine.native import floats, native, pointer, threads_to_use
-from twoscale.model.noise import fold
+from twoscale.engine.kernels.library import Library, floats, native, pointer, threads_to_use
+from twoscale.engine.request import Draw
 
-_LEAST = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
+_MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
 _ROUNDING = 1e-6  # top_p is reached up to the rounding of fp32 weights
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. temperature 0 takes the most likely one and ignores top_k and top_p."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    """Draw among the k most likely tokens."""
-    top_p: float | None = None
-    """Draw among the most likely tokens that together reach this probability."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, int | float) or not 0 <= self.temperature <= 1000:
-            raise UserError(f"temperature = {self.temperature!r}: a number from 0 (the most likely token) to 1000")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1):
-            raise UserError(f"top_k = {self.top_k!r}: a whole number of at least 1, or None")
-        if self.top_p is not None and (isinstance(self.top_p, bool) or not isinstance(self.top_p, int | float) or not 0 < self.top_p <= 1):
-            raise UserError(f"top_p = {self.top_p!r}: a probability above 0 and up to 1, or None")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise UserError(f"seed = {self.seed!r}: a whole number")
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One row of `sample`: its settings and the key of its draw."""
-
-    sampling: Sampling
-    stream: int = 0
-    """Tells texts apart that share a seed."""
-    index: int = 0
-    """Number of the token in its text."""
-
-    @property
-    def uniform(self) -> float:
-        """A number in (0, 1) with 53 random bits."""
-        return ((fold(self.sampling.seed, self.stream, self.index) >> 11) + 0.5) * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -77,15 +37,15 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     return _by_torch(logits, draws) if library is None else _by_kernel(library, logits, draws)
 
 
-def _by_kernel(library: Any, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def _by_kernel(library: Library, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """One call of sample.c for all rows."""
     n, V = logits.shape
     logits = logits.to(torch.float32).contiguous()
     # Temperatures below 1e-30 have no fp32 inverse, and take the most likely token anyway.
-    temperature = [max(d.sampling.temperature, 1e-30) if d.sampling.temperature else 0.0 for d in draws]
-    top_k = [min(d.sampling.top_k or 0, V) for d in draws]
-    top_p = [1.0 if d.sampling.top_p is None else d.sampling.top_p for d in draws]
-    u = [d.uniform if d.sampling.temperature else 0.5 for d in draws]
+    temperature = [max(d.params.temperature, 1e-30) if d.params.temperature else 0.0 for d in draws]
+    top_k = [min(d.params.top_k or 0, V) for d in draws]
+    top_p = [1.0 if d.params.top_p is None else d.params.top_p for d in draws]
+    u = [d.uniform if d.params.temperature else 0.5 for d in draws]
     threads = min(n, threads_to_use())
     size = threads * (4 * V + 2 * -(-V // 64))
     tokens, finite = _numbers([0] * n, torch.int64), _numbers([0] * n, torch.int32)
@@ -109,7 +69,7 @@ def _by_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """The same by torch's operators, in fp64: what GPUs take, and the reference for the kernel."""
     finite = logits.isfinite().all(dim=1)
     tokens = logits.argmax(dim=1)
-    drawn = [i for i, d in enumerate(draws) if d.sampling.temperature and d.sampling.top_k != 1]
+    drawn = [i for i, d in enumerate(draws) if d.params.temperature and d.params.top_k != 1]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         tokens[rows] = _draw([draws[i] for i in drawn], logits[rows].double().nan_to_num_())
@@ -123,10 +83,10 @@ def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     V = logits.shape[1]
-    depth = (logits - logits.amax(dim=1, keepdim=True)) / column([max(d.sampling.temperature, 1e-30) for d in draws])
-    weights = depth.exp().masked_fill_(depth < _LEAST, 0.0)
-    top_k = [min(d.sampling.top_k or V, V) for d in draws]
-    top_p = [1.0 if d.sampling.top_p is None else d.sampling.top_p for d in draws]
+    depth = (logits - logits.amax(dim=1, keepdim=True)) / column([max(d.params.temperature, 1e-30) for d in draws])
+    weights = depth.exp().masked_fill_(depth < _MIN_LOG_WEIGHT, 0.0)
+    top_k = [min(d.params.top_k or V, V) for d in draws]
+    top_p = [1.0 if d.params.top_p is None else d.params.top_p for d in draws]
     if min(top_k) < V or min(top_p) < 1:
         order = logits.argsort(dim=1, descending=True, stable=True)
         rank = torch.arange(V, device=logits.device)[None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.exits.rule import MOST, Numbers, Rule, StepView, check_number
+from twoscale.exits.rule import MAX_COUNT, Numbers, Rule, StepView, check_number
 from twoscale.model.noise import fold, keyed_uniform
 
 
@@ -23,8 +23,8 @@ class RandomExit(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "least", 1, MOST)
-        check_number(self, "mean", self.least, MOST)
+        check_number(self, "least", 1, MAX_COUNT)
+        check_number(self, "mean", self.least, MAX_COUNT)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or abs(self.seed) >= 2**63:
             raise UserError(f"RandomExit: seed = {self.seed!r}, but it is a whole number")
 

@@ -29,7 +29,7 @@ from twoscale.config import UserError
 from twoscale.geometry.steps import length
 
 Reading = Literal["lens", "coda"]
-MOST = 1_000_000
+MAX_COUNT = 1_000_000
 
 # (before, after, last step) (N, C) -> ||D||, ||D - last||, ||last||, ||before||; `last` becomes D
 Meter = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
@@ -209,8 +209,8 @@ def check_number(rule: Rule, name: str, low: float, high: float) -> None:
 
 
 def check_count(rule: Rule, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-        raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it is a whole number of at least 1 and at most {MOST}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it is a whole number of at least 1 and at most {MAX_COUNT}")
 
 
 class RuleState:
@@ -225,9 +225,12 @@ class RuleState:
     def update(self, group: int, rows: Tokens, before: Tensor, after: Tensor, read: Callable[..., Tensor]) -> Tensor | bool:
         """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all."""
         rule, numbers = self.rule, None
+        if self.last.device != after.device:
+            self.last = self.last.to(after.device)
+            self.streak = self.streak.to(after.device) if isinstance(self.streak, Tensor) else self.streak
         if self.meter is not None:
             if self.first:
-                self.last, self.first = torch.full_like(before, math.nan), False
+                self.last, self.first = torch.full_like(before, math.nan, dtype=torch.float32), False
             numbers = self.meter(before, after, self.last)
         view = StepView(group, rows, before, after, self.last, read, numbers)
         passed = rule.passes(rule.measure(view))
@@ -251,10 +254,10 @@ class RuleState:
         if isinstance(self.streak, Tensor) and self.streak.dim():
             self.streak = self.streak[rows]
 
-    def admit(self, there: int, new: int) -> None:
-        """New tokens, at their first step, join those that are there."""
+    def admit(self, inside: int, new: int) -> None:
+        """New tokens, at their first step, join those inside."""
         if self.last.dim():
-            assert len(self.last) == there
+            assert len(self.last) == inside
             self.last = torch.cat((self.last, self.last.new_full((new, *self.last.shape[1:]), math.nan)))
-        streak = torch.as_tensor(self.streak, device=self.last.device).expand(there)
+        streak = torch.as_tensor(self.streak, device=self.last.device).expand(inside)
         self.streak = torch.cat((streak, streak.new_zeros(new)))

@@ -8,6 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 from torch import Tensor
 
+from twoscale.config.words import all_loops, group_label, plural
 from twoscale.explore.session import Inspection, Lane, Race
 from twoscale.report.style import GROUP_COLOURS, step_colour, step_share, visible
 from twoscale.report.words import against_default
@@ -22,9 +23,9 @@ def tokens_html(lane: Lane, loops: Sequence[int], selected: int | None = None, d
         if not piece:
             continue
         kind = "tok" + " given" * (i < len(lane.prompt)) + " on" * (i == selected) + " differs" * (i == difference)
-        told = "nothing chose it" if steps is None else f"{' / '.join(map(str, steps))} steps"
+        tooltip = "nothing chose it" if steps is None else f"{' / '.join(map(str, steps))} steps"
         colour = "" if steps is None or i < len(lane.prompt) else f" style='background:{step_colour(step_share(steps, loops))}'"
-        spans.append(f"<span class='{kind}' data-i='{i}' role='button' tabindex='0' title='{told}'{colour}>{html.escape(piece)}</span>")
+        spans.append(f"<span class='{kind}' data-i='{i}' role='button' tabindex='0' title='{tooltip}'{colour}>{html.escape(piece)}</span>")
     return f"<div class='text'>{''.join(spans)}{'' if lane.done else '<span class=caret>▏</span>'}</div>"
 
 
@@ -32,7 +33,7 @@ def lane_words(lane: Lane, layers: list[int]) -> str:
     if not lane.new:
         return "reading the prompt …"
     return (
-        f"**{lane.new}** tokens · **{lane.ms:.1f} ms** a token · first after {lane.first:.2f} s · "
+        f"**{lane.new}** token{'s' * (lane.new != 1)} · **{lane.ms:.1f} ms** a token · first after {lane.first:.2f} s · "
         f"mean steps **{lane.mean_steps(layers):.1f}**"
     )
 
@@ -44,14 +45,18 @@ def race_words(race: Race) -> str:
         return ""
     where = race.first_difference
     both = min(len(quick.ids), len(full.ids)) - len(quick.prompt)
-    same = f"the same text so far ({both} tokens)" if where is None else f"first difference at new token {where - len(quick.prompt) + 1}"
+    same = (
+        f"the same text so far ({plural(both, 'token')})"
+        if where is None
+        else f"first difference at new token {where - len(quick.prompt) + 1}"
+    )
     work = against_default(quick.mean_steps(race.layers), race.mean_loops)
-    return f"{work} · **{full.ms / quick.ms:.2f}x** as fast as all {_most(race.loops)} loops · {same}"
+    return f"{work} · **{full.ms / quick.ms:.2f}x** as fast as {_all(race.loops)} · {same}"
 
 
-def _most(loops: Sequence[int]) -> str:
-    """The most loops of the groups: one number where they agree."""
-    return " / ".join(map(str, loops if len(set(loops)) > 1 else loops[:1]))
+def _all(loops: Sequence[int]) -> str:
+    """All loops of the groups: one number where they agree."""
+    return all_loops(loops[0]) if len(set(loops)) == 1 else f"all {' / '.join(map(str, loops))} loops"
 
 
 def legend(loops: Sequence[int]) -> str:
@@ -63,13 +68,14 @@ def legend(loops: Sequence[int]) -> str:
     )
 
 
-def calibrated_mark(name: str, values: Sequence[float | None], low: float, high: float) -> str:
+def calibrated_mark(name: str, values: Sequence[float | None], low: float, high: float, groups: Sequence[str]) -> str:
     """Where on the logarithmic slider the calibrated thresholds of a rule lie; None stands for a group that runs all its loops."""
     marks = ""
     for g, value in enumerate(values):
         if value is not None and value > 0 and low <= (at := math.log10(value)) <= high:
             colour = GROUP_COLOURS[g % len(GROUP_COLOURS)]
-            marks += f"<span style='left:{100 * (at - low) / (high - low):.1f}%;color:{colour}' title='group {g + 1}: {value:.3g}'>▲</span>"
+            place, title = f"left:{100 * (at - low) / (high - low):.1f}%", f"{group_label(g, groups[g])}: {value:.3g}"
+            marks += f"<span style='{place};color:{colour}' title='{title}'>▲</span>"
     if not marks:
         return ""
     shown = ", ".join("all loops" if value is None else f"{value:.3g}" for value in values)
@@ -88,10 +94,10 @@ def path_figure(found: Inspection, three: bool) -> go.Figure:
             sizes[left], symbols[left] = (9, "diamond") if three else (16, "star")
         shades = [0.35 + 0.65 * k / max(1, len(points) - 1) for k in range(len(points))]
         common: dict[str, Any] = {
-            "mode": "lines+markers", "name": f"group {found.groups[g]}", "line": {"color": colour, "width": 3 if three else 1.5},
+            "mode": "lines+markers", "name": group_label(g, found.groups[g]), "line": {"color": colour, "width": 3 if three else 1.5},
             "marker": {"size": sizes, "symbol": symbols, "color": colour if three else [_faded(colour, s) for s in shades]},
             "text": [f"step {k}" + ", left here" * (k == left) for k in range(len(points))],
-            "hovertemplate": f"group {found.groups[g]}, %{{text}}<extra></extra>",
+            "hovertemplate": f"{group_label(g, found.groups[g])}, %{{text}}<extra></extra>",
         }  # fmt: skip
         figure.add_trace(go.Scatter3d(**axes, **common) if three else go.Scatter(**axes, **common))
     words = [f"PC {i + 1} ({share:.0%})" for i, share in enumerate(found.explained)]
@@ -116,7 +122,7 @@ def _curve(found: Inspection, values: Tensor, first: int, title: str, log: bool 
     figure = go.Figure()
     for g, line in enumerate(values.tolist()):
         steps, colour = list(range(first, first + len(line))), GROUP_COLOURS[g % len(GROUP_COLOURS)]
-        name, left = f"group {found.groups[g]}", found.taken[g]
+        name, left = group_label(g, found.groups[g]), found.taken[g]
         sizes = [16 if k == left else 5 for k in steps]
         figure.add_scatter(
             x=steps, y=line, name=name, mode="lines+markers", line={"color": colour, "width": 1.6},
@@ -145,7 +151,7 @@ def said_html(found: Inspection) -> str:
             )
         last = g == len(found.said) - 1
         parts.append(
-            f"<details{' open' if last else ''}><summary>after each step of group {html.escape(found.groups[g])}</summary>"
+            f"<details{' open' if last else ''}><summary>after each step of {html.escape(group_label(g, found.groups[g]))}</summary>"
             f"<div class='scroll'><table class='said'>"
             f"<tr><th>step</th><th colspan='{len(steps[0].tokens)}'>likeliest tokens</th><th>the chosen one</th></tr>"
             f"{''.join(rows)}</table></div></details>"
@@ -154,7 +160,7 @@ def said_html(found: Inspection) -> str:
 
 
 def inspection_words(found: Inspection) -> str:
-    taken = ", ".join(f"{k} in group {name}" for k, name in zip(found.taken, found.groups, strict=True))
+    taken = ", ".join(f"{k} in {group_label(g, name)}" for g, (k, name) in enumerate(zip(found.taken, found.groups, strict=True)))
     return f"### How “{_plain_text(found.token)}” was chosen\nafter “…{_plain_text(found.context)}” · steps taken: {taken}"
 
 

@@ -13,8 +13,9 @@ import gradio as gr
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.words import group_list, plural
 from twoscale.explore import figures
-from twoscale.explore.session import MOST_LOOPS, Inspection, Lane, Race, Session
+from twoscale.explore.session import MAX_LOOPS, Inspection, Lane, Race, Session
 
 LOW, HIGH = -6.0, 2.0  # the threshold's slider, in powers of ten
 PROMPT = "The old man looked at the sea and"
@@ -64,12 +65,12 @@ def build(session: Session) -> gr.Blocks:
     """The page of one model."""
     c = session.model.config
     size = sum(p.numel() for p in session.model.parameters())
-    most = session.calibrated[1] if session.calibrated is not None else c.mean_loops
+    default_loops = session.calibrated[1] if session.calibrated is not None else c.mean_loops
     answer = max(1, min(100, session.room - len(session.tokenizer.encode(PROMPT))))
     with gr.Blocks(title=f"{session.name} · twoscale", analytics_enabled=False) as page:
         gr.Markdown(
-            f"## Watch **{session.name}** think\n{_count(size)} parameters · loop groups {', '.join(session.groups)} · "
-            f"mean loops {c.mean_loops} · context {c.block_size} tokens. "
+            f"## Watch **{session.name}** think\n{_count(size)} parameters · loop groups {group_list(session.groups)} · "
+            f"default depth {plural(c.mean_loops, 'loop')} · context {plural(c.block_size, 'token')}. "
             f"Colours show how many loop steps each token took; click one to see why."
         )
         visit = gr.State(Visit())
@@ -95,7 +96,7 @@ def build(session: Session) -> gr.Blocks:
                 power = gr.Slider(LOW, HIGH, value=-1.0, step=0.05, label="Threshold: power of ten", elem_id="power")
                 mark = gr.HTML(threshold_words(session, first, -1.0), elem_id="mark")
             with gr.Column(min_width=200):
-                loops = gr.Slider(2, MOST_LOOPS, value=max(2, min(most, MOST_LOOPS)), step=1, label="Most loops", elem_id="loops")
+                loops = gr.Slider(2, MAX_LOOPS, value=max(2, min(default_loops, MAX_LOOPS)), step=1, label="Most loops", elem_id="loops")
                 kv = gr.Dropdown(["exact", "last", "ring:4"], value="exact", label="Keys and values kept", elem_id="kv")
             with gr.Column(min_width=200):
                 new = gr.Slider(1, max(2, session.room - 1), value=answer, step=1, label="New tokens", elem_id="new")
@@ -109,7 +110,7 @@ def build(session: Session) -> gr.Blocks:
                     gr.Markdown(f"#### {title}")
                     box = gr.HTML("<div class='text'></div>", js_on_load=CLICK, elem_id=name, apply_default_css=False)
                     lanes[name] = box, gr.Markdown("", elem_id=f"{name}-words")
-        legend = gr.HTML(figures.legend(c.loops_for(min(most, MOST_LOOPS))))
+        legend = gr.HTML(figures.legend(c.loops_for(min(default_loops, MAX_LOOPS))))
         about = gr.Markdown("### Click a token to see how it was chosen", elem_id="about")
         with gr.Row():
             with gr.Column(min_width=300):
@@ -123,8 +124,8 @@ def build(session: Session) -> gr.Blocks:
         shown = [visit, lanes["quick"][0], lanes["quick"][1], lanes["full"][0], lanes["full"][1], summary, legend]
         settings = [prompt, rule, power, loops, kv, new, temperature, seed]
 
-        def generate(*given: Any) -> Iterator[list[Any]]:
-            yield from _generate(session, *given)
+        def generate(*inputs: Any) -> Iterator[list[Any]]:
+            yield from _generate(session, *inputs)
 
         running = gr.on([prompt.submit, go.click], generate, settings, shown, concurrency_limit=1, show_progress="hidden")
         stop.click(None, None, None, cancels=[running], queue=False)
@@ -190,15 +191,15 @@ def _inspect(session: Session, visit: Visit, name: str, index: int, three: bool)
 
 def threshold_words(session: Session, rule: str, power: float) -> str:
     """The threshold in figures, and where the calibrated ones are."""
-    told = "" if rule == "calibrated" else f"<div class='note'>{rule}: threshold {10.0**power:.3g}</div>"
+    note = "" if rule == "calibrated" else f"<div class='note'>{rule}: threshold {10.0**power:.3g}</div>"
     if session.calibrated is None:
-        return told
+        return note
     rules = [session.calibrated[0].get(g) for g in range(session.model.config.n_groups)]
     kinds = {type(r) for r in rules if r is not None}
     if rule != "calibrated" and exits.NAMES[rule] not in kinds:
-        return told
+        return note
     name = next((n for n, kind in exits.NAMES.items() if kind in kinds), "")
-    return figures.calibrated_mark(name, [getattr(r, "tau", None) for r in rules], LOW, HIGH) + told
+    return figures.calibrated_mark(name, [getattr(r, "tau", None) for r in rules], LOW, HIGH, session.groups) + note
 
 
 def _count(n: int) -> str:

@@ -15,14 +15,14 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.data import Pieces, Tokenizer
-from twoscale.engine import Text, stream
+from twoscale.engine import Request, SamplingParams, loop_params, stream
 from twoscale.geometry import pca, steps as step_statistics
 from twoscale.geometry.record import group_names
 from twoscale.model import LoopedGPT
 from twoscale.tracing import trace
 
-MOST_TOKENS = 512  # prompt and answer: bounds what one visitor can make us hold
-MOST_LOOPS = 64
+MAX_TOKENS = 512  # prompt and answer: bounds what one visitor can make us hold
+MAX_LOOPS = 64
 TOP = 5
 
 P = ParamSpec("P")
@@ -137,13 +137,14 @@ class Session:
 
     def _warm_up(self) -> None:
         for exit in (exits.Acceleration(1.0), None):
-            for _ in stream(self.model, [self.tokenizer.eot], 2, exit=exit, loops=4):
+            params = loop_params(self.model, exit=exit, loops=4)
+            for _ in stream(self.model, [self.tokenizer.eot], SamplingParams(max_new_tokens=2), params):
                 pass
 
     @property
     def room(self) -> int:
         """Tokens of prompt and answer together."""
-        return min(MOST_TOKENS, self.model.config.block_size)
+        return min(MAX_TOKENS, self.model.config.block_size)
 
     def rules(self) -> list[str]:
         """Names of the rules that this model can use with one threshold."""
@@ -170,27 +171,27 @@ class Session:
 
     def race(self, text: str, exit: exits.Exit, loops: int, *, kv: str, new: int, temperature: float, seed: int) -> Iterator[Race]:
         """Write both texts, always going on with the one that has used less time; so on the page they run as they would side by side."""
-        counts = self.model.config.loops_for(min(loops, MOST_LOOPS))
+        counts = self.model.config.loops_for(min(loops, MAX_LOOPS))
         ids = self.prompt(text, new)
-        pieces, lanes, texts = [], [], []
+        pieces, lanes, requests = [], [], []
+        sampling = SamplingParams(temperature, seed=seed, max_new_tokens=new, stop_token_ids=frozenset({self.tokenizer.eot}))
         spelt = [Pieces(self.tokenizer) for _ in range(2)]
         for piece in spelt:
             pieces.append([piece.add(token) for token in ids])
         for i, rule in enumerate((exit, None)):
             lanes.append(Lane(ids, list(ids), pieces[i], [None] * len(ids)))
-            texts.append(
-                stream(self.model, ids, new, exit=rule, loops=counts, kv=kv, temperature=temperature, seed=seed, stop=(self.tokenizer.eot,))
-            )
+            params = loop_params(self.model, exit=rule, loops=counts, kv=kv, seed=seed)
+            requests.append(stream(self.model, ids, sampling, params))
         race = Race(lanes[0], lanes[1], counts, self.layers, self.model.config.mean_loops)
         while not (race.quick.done and race.full.done):
             i = min((i for i in range(2) if not lanes[i].done), key=lambda i: lanes[i].seconds)
-            self._go_on(lanes[i], texts[i], spelt[i])
+            self._go_on(lanes[i], requests[i], spelt[i])
             yield race
 
-    def _go_on(self, lane: Lane, text: Iterator[Text], spelt: Pieces) -> None:
+    def _go_on(self, lane: Lane, tokens: Iterator[Request], spelt: Pieces) -> None:
         """One more token in one lane."""
         started = time.perf_counter()
-        now = self._compute(next, text, None)
+        now = self._compute(next, tokens, None)
         lane.seconds += time.perf_counter() - started
         if now is None:
             lane.done = True
@@ -215,7 +216,7 @@ class Session:
             raise UserError("nothing chose the first token: click a later one")
         taken = lane.steps[index]
         assert taken is not None
-        counts = self.model.config.loops_for(max(2, min(loops, MOST_LOOPS)))
+        counts = self.model.config.loops_for(max(2, min(loops, MAX_LOOPS)))
         traced = trace(self.model, [lane.ids[:index]], loops=counts, seed=seed)
         states = [x[:, 0, -1] for x in traced.states]  # (K + 1, C) each
         frame = pca(states, 3)

@@ -13,7 +13,7 @@ from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.lock import lock
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_steps
-from twoscale.data import TokenData, Tokenizer, held_out
+from twoscale.data import TokenData, Tokenizer, held_out, source_name
 from twoscale.geometry.pca import pca
 from twoscale.geometry.record import group_names, measure, measure_limit
 from twoscale.geometry.steps import VERDICTS, verdicts
@@ -40,10 +40,10 @@ def probe_geometry(trainer: Trainer) -> None:
     if not trainer.config.model.n_groups:
         return
     started = time.perf_counter()
-    ids = held_out(trainer.val_data, trainer.config.model.block_size, c.geometry_sequences)[0]
+    ids = trainer.source.heldout(c.geometry_sequences)[0]
     record = measure(trainer.model, ids, c.geometry_loops, run=trainer.evaluated)
     if trainer.world.main:
-        write_record(trainer.run, _about(trainer.config, trainer.progress, record, started))
+        write_record(trainer.run, _about(trainer.config, trainer.progress, record, started, trainer.source.name))
         trainer.track(tracked(record))
 
 
@@ -74,7 +74,7 @@ def measure_checkpoint(run: Path, folder: Path, data: Path, loops: int | None, s
     record = measure(model, ids, loops or config.train.geometry_loops)
     for group, limit in zip(record["groups"], measure_limit(model, ids, limit_loops), strict=True):
         group["limit"] = limit
-    record = _about(config, progress, record, started)
+    record = _about(config, progress, record, started, source_name(data))
     write_record(run, record)
     return record
 
@@ -120,9 +120,9 @@ def _windows(data: Path, block_size: int, sequences: int, tokenizer: Tokenizer) 
     return held_out(text, block_size, sequences)[0]
 
 
-def _about(config: Any, progress: ckpt.Progress, record: dict[str, Any], started: float) -> dict[str, Any]:
+def _about(config: Any, progress: ckpt.Progress, record: dict[str, Any], started: float, source: str) -> dict[str, Any]:
     """A record with what it was measured on."""
-    head = {"step": progress.step, "trained_tokens": progress.tokens, "optimizer": config.train.optimizer}
+    head = {"step": progress.step, "trained_tokens": progress.tokens, "optimizer": config.train.optimizer, "source": source}
     return head | {"seconds": time.perf_counter() - started} | record
 
 

@@ -8,6 +8,7 @@ from twoscale.config import UserError
 from twoscale.config.lock import lock
 from twoscale.config.model import MAX_LOOPS
 from twoscale.config.run_folder import RunFolder
+from twoscale.config.words import group_label, plural
 from twoscale.geometry.probe import measure_checkpoint, trace_sequence
 from twoscale.train.checkpoint import find_checkpoint, list_checkpoints
 from twoscale.train.run import find_data
@@ -41,7 +42,8 @@ def measure_run(
             record = measure_checkpoint(run, folder, data, loops, sequences, limit_loops)
             records.append(record)
             if progress is not None:
-                shares = ", ".join(f"{g['name']} {g['verdict']}" for g in record["groups"])
-                progress(f"{i}/{len(folders)} {folder.name}: {record['tokens']} tokens in {record['seconds']:.1f} s; groups {shares}")
+                shares = ", ".join(f"{group_label(n, g['name'])} {g['verdict']}" for n, g in enumerate(record["groups"]))
+                tokens = f"{plural(record['tokens'], 'token')} of held-out text of {record['source']}"
+                progress(f"{i}/{len(folders)} {folder.name}: {tokens} in {record['seconds']:.1f} s; most tokens: {shares}")
         trace_sequence(run, folders[-1], data, loops)
     return records

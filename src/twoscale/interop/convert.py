@@ -23,13 +23,15 @@ from twoscale.config.serial import read_json, read_steps
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
 from twoscale.geometry.probe import write_record
-from twoscale.interop.load import find, load, progress_of, recipe_of
+from twoscale.interop.load import BUNDLED, find, load, progress_of, recipe_of
 from twoscale.model import LoopedGPT, allocate
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.run import note_data
 
 WINDOW = 1024  # tokens; a whole context of a published model would be gigabytes of states
 HELD_OUT = 0.5  # of the text, for a model that was not trained on it
+OWN_TEXT = "text of its own"  # what geometry that comes with a model was measured on, where it does not say
+TRAINED_ON = "web pages (US Government, open documentation and handbooks) and books in the public domain"  # the bundled model
 Inject = Literal["concat", "none"]
 
 
@@ -66,8 +68,8 @@ def convert(
     elif loops is not None:
         model.config = dataclasses.replace(model.config, mean_loops=loops)
     model.config = _shortened(model.config, block_size)
-    made = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
-    settings = made if data_dir is None else prepared_config(data_dir)
+    prepared = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
+    settings = prepared if data_dir is None else prepared_config(data_dir)
     if data_dir is not None and Tokenizer.load(data_dir).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data_dir} was made with another tokenizer than the model's: prepare the text with --tokenizer {folder}")
     aside = out.parent / f".{out.name}.{os.getpid()}.tmp"
@@ -84,9 +86,10 @@ def convert(
         reached = ckpt.Progress(0, 0, 0, 0) if groups else progress_of(folder)
         lines = [] if groups else [r for r in read_steps(RunFolder(folder).geometry) if r["step"] <= reached.step]
         for record in lines:
-            write_record(aside, record)
+            write_record(aside, {"source": OWN_TEXT} | record)
         ckpt.save_checkpoint(RunFolder(aside).checkpoints, config, reached, ckpt.model_tensors(model), {}, tokenizer)
         about = {"path": str(folder.resolve()), "config": fingerprint(folder / ckpt.CONFIG), "recipe": recipe is not None}
+        about |= {"trained_on": TRAINED_ON} if folder == BUNDLED else {}
         write_json(RunFolder(aside).source, about)
         if out.exists():
             out.rmdir()
@@ -101,8 +104,8 @@ def convert(
 def converted_from(run: Path, source: str | Path) -> bool:
     """Whether a run was made of this model."""
     source_file = RunFolder(run).source
-    noted = read_json(source_file) if source_file.exists() else {}
-    return isinstance(noted, dict) and noted.get("config") == fingerprint(find(source) / ckpt.CONFIG)
+    recorded = read_json(source_file) if source_file.exists() else {}
+    return isinstance(recorded, dict) and recorded.get("config") == fingerprint(find(source) / ckpt.CONFIG)
 
 
 def suggested_groups(n_layer: int) -> str:

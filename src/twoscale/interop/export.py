@@ -4,7 +4,7 @@ config.json             settings under `twoscale`, and what transformers looks f
 model.safetensors       the weights, named model.NAME
 modeling_twoscale.py    three lines that import the package: the model is defined in one place
 tokenizer.json, tokenizer_config.json, generation_config.json
-calibration.json, controller.json, geometry.jsonl    where the run has them
+calibration.json, controller.json, geometry.jsonl, task.json, staircase.json    where the run has them
 README.md               the model card
 """
 
@@ -21,14 +21,17 @@ from twoscale.config import DataConfig, TrainConfig, UserError
 from twoscale.config.files import atomic_write, make_folder, write_json
 from twoscale.config.run_folder import CARD, TOKENIZER_SETTINGS, RunFolder
 from twoscale.config.serial import read_json, read_jsonl, read_steps, to_dict
+from twoscale.config.words import group_list, plural
 from twoscale.data import Tokenizer
 from twoscale.geometry.probe import write_record
 from twoscale.interop.load import PREFIX, load, progress_of, read_exported, recipe_of
 from twoscale.model import LoopedGPT
-from twoscale.report.verdict import recommend
+from twoscale.report.advice import recommend
 from twoscale.report.words import evaluation_text
+from twoscale.tasks.file import load_task
+from twoscale.tasks.staircase import load_staircase
 from twoscale.tradeoff.load_run import calibrated_exit, name_checkpoint
-from twoscale.tradeoff.summary import read_evaluation, read_sweep
+from twoscale.tradeoff.summary import read_calibration_of, read_evaluation, read_sweep
 from twoscale.train import checkpoint as ckpt
 
 CODE = '''"""The model is defined in the package `twoscale`, which must be installed; this file only names its classes."""
@@ -75,7 +78,7 @@ class Source:
     recipe: TrainConfig | None
     """How it was trained, where that is known."""
     data: DataConfig | None
-    """What it was trained on, where that is known."""
+    """What text it was trained on, where that is known."""
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -108,7 +111,8 @@ def _source(run: Path, checkpoint: str | None) -> Source:
     if RunFolder(run).is_run:
         folder = ckpt.find_checkpoint(run, checkpoint)
         config = ckpt.load_config(folder)
-        return Source(run, folder, config.name, *ckpt.load_model(folder), ckpt.read_progress(folder), config.train, config.data)
+        data = config.data if config.task == "none" else None
+        return Source(run, folder, config.name, *ckpt.load_model(folder), ckpt.read_progress(folder), config.train, data)
     if checkpoint is not None:
         raise UserError(f"--checkpoint {checkpoint}: {run} is a model, not a run with checkpoints; leave --checkpoint away")
     model, tokenizer = load(run)
@@ -144,28 +148,34 @@ def _write_settings(source: Source, out: Path, dtype: Dtype, code: bool) -> None
 
 @dataclass(frozen=True)
 class Companions:
-    """What goes along with the weights: calibration, controller, geometry over training."""
+    """What goes along with the weights: calibration, controller, geometry over training, task and staircase."""
 
     calibration: dict[str, Any] | None = None
     controller: dict[str, Any] | None = None
     geometry: tuple[dict[str, Any], ...] = ()
+    task: dict[str, Any] | None = None
+    staircase: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, source: Source) -> "Companions":
         run = RunFolder(source.run)
         calibrated = source.about is not None and calibrated_exit(run.path, source.about, must=False) is not None
+        stairs = load_staircase(run.path)
         return cls(
             read_json(run.calibration) if calibrated else None,
             read_json(run.controller) if calibrated and run.controller.exists() else None,
             tuple(r for r in read_steps(run.geometry) if r["step"] <= source.progress.step),
+            read_json(run.task) if load_task(run.path) is not None else None,
+            read_json(run.staircase) if stairs is not None and stairs.step == source.progress.step else None,
         )
 
     def write(self, out: Path) -> None:
         folder = RunFolder(out)
         if self.calibration is not None:
             write_json(folder.calibration, self.calibration | name_checkpoint(out))
-        if self.controller is not None:
-            write_json(folder.controller, self.controller)
+        for path, value in ((folder.controller, self.controller), (folder.task, self.task), (folder.staircase, self.staircase)):
+            if value is not None:
+                write_json(path, value)
         if self.geometry:
             folder.geometry.unlink(missing_ok=True)
             for record in self.geometry:
@@ -174,8 +184,8 @@ class Companions:
 
 def _exported(folder: Path) -> bool:
     """Whether a folder holds an export."""
-    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
-    return isinstance(given, dict) and read_exported(given) is not None
+    settings = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
+    return isinstance(settings, dict) and read_exported(settings) is not None
 
 
 def _text(path: Path, text: str) -> None:
@@ -185,7 +195,7 @@ def _text(path: Path, text: str) -> None:
 
 def _validation(recipe: TrainConfig, mean_loops: int, loss: float) -> str:
     """The loss that training measured, and on what."""
-    where = f"{recipe.eval_sequences} windows spread over all held-out text, at {mean_loops} loops"
+    where = f"{plural(recipe.eval_sequences, 'window')} spread over all held-out text, at {plural(mean_loops, 'loop')}"
     return f"{loss:.4f} nats a token ({where})"
 
 
@@ -201,9 +211,10 @@ def card(source: Source, parameters: int, code: bool = True) -> str:
     sweep = read_sweep(RunFolder(source.run).sweep, m.mean_loops)
     advice = ""
     if sweep is not None and source.about is not None and sweep.header.get("weights") == source.about["weights"]:
-        advice = f"\n## Leaving early\n\n{recommend(sweep)[1]}\n"
-    steps = len(read_jsonl(RunFolder(source.run).metrics))
+        advice = f"\n## Leaving early\n\n{recommend(sweep, read_calibration_of(source.run, sweep))[1]}\n"
+    steps, task = len(read_jsonl(RunFolder(source.run).metrics)), load_task(source.run)
     text = "not known" if source.data is None else json.dumps(source.data.source)
+    trained_on = f"source of the text: {text}" if task is None else f"trained on the task {task!r}"
     return f"""---
 library_name: {"transformers" if code else "twoscale"}
 tags: [looped-transformer, recurrent-depth, early-exit, twoscale]
@@ -220,18 +231,18 @@ A looped (recurrent-depth) language model, written by `twoscale` {__version__}.
 {usage}{advice}
 ## How it was made
 
-{steps:,} logged steps; source of the text: {text}. Quality and safety were not looked at beyond these figures.
+{steps:,} logged steps; {trained_on}. Quality and safety were not looked at beyond these figures.
 """
 
 
 def _rows(source: Source, parameters: int) -> list[tuple[str, str]]:
     """The card's table."""
     m, t, progress = source.model.config, source.recipe, source.progress
-    groups = ", ".join("-".join(dict.fromkeys((str(g[0]), str(g[-1])))) for g in m.groups) or "none"
     tokens = f"{m.vocab_size:,} in the vocabulary"
+    loops = f"loop groups {group_list(m.groups)}; default depth {plural(m.mean_loops, 'loop')}"
     rows = [
         ("parameters", f"{parameters:,}"),
-        ("layers", f"{m.n_layer} of width {m.n_embd}, {m.n_head} heads; loop groups {groups}, mean loops {m.mean_loops}"),
+        ("layers", f"{m.n_layer} of width {m.n_embd}, {m.n_head} heads; {loops}"),
         ("context", f"{m.block_size} tokens, {tokens}" + ("" if source.data is None else f" ({source.data.tokenizer})")),
     ]
     if t is not None:
@@ -241,7 +252,6 @@ def _rows(source: Source, parameters: int) -> list[tuple[str, str]]:
         ]
     measured = read_evaluation(RunFolder(source.run).evaluation)
     if measured is not None and source.about is not None and measured.get("weights") == source.about["weights"]:
-        loops = measured["cross_entropy_by_loops"]
-        shown = ", ".join(f"{k}: {v:.4f}" for k, v in loops.items())
+        shown = ", ".join(f"{k}: {v:.4f}" for k, v in measured["cross_entropy_by_loops"].items())
         rows.append(("loss by loops, nats a token", f"{shown} (on {evaluation_text(measured)})"))
     return rows

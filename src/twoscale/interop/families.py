@@ -20,28 +20,30 @@ from twoscale.config.model import MAX_LAYERS
 Raw = Mapping[str, Tensor]
 
 
-def huginn_config(given: Mapping[str, Any]) -> ModelConfig:
+def huginn_config(settings: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a Huginn folder's config.json."""
     _only(
-        given,
+        settings,
         block_class_name=("SandwichBlock",), norm_class_name=("RMSNorm_llama",), mlp_class_name=("GatedMLP",), nonlin_name=("SiLU",),
         injection_type=("linear",), state_init=("like-init", "zero"), bias=(False,), tie_embeddings=(True,), test_time_noise=(0, 0.0, None),
-        num_key_value_heads=(None, given.get("n_heads")), tie_word_embeddings=(True,),
+        num_key_value_heads=(None, settings.get("n_heads")), tie_word_embeddings=(True,),
     )  # fmt: skip
-    values = given.get("init_values")
+    values = settings.get("init_values")
     if isinstance(values, dict) and isinstance(values.get("embed_scale"), int | float):
-        _close("init_values.embed_scale", values["embed_scale"], _whole(given, "n_embd") ** 0.5)
-    prelude, core, coda = (_whole(given, f"n_layers_in_{part}", MAX_LAYERS) for part in ("prelude", "recurrent_block", "coda"))
-    if "n_layers" in given and _whole(given, "n_layers") != prelude + core + coda:
-        raise UserError(f"config.json: n_layers = {given['n_layers']}, but prelude, recurrent block and coda have {prelude + core + coda}")
+        _close("init_values.embed_scale", values["embed_scale"], _whole(settings, "n_embd") ** 0.5)
+    prelude, core, coda = (_whole(settings, f"n_layers_in_{part}", MAX_LAYERS) for part in ("prelude", "recurrent_block", "coda"))
+    if "n_layers" in settings and _whole(settings, "n_layers") != prelude + core + coda:
+        raise UserError(
+            f"config.json: n_layers = {settings['n_layers']}, but prelude, recurrent block and coda have {prelude + core + coda}"
+        )
     return ModelConfig(
-        vocab_size=_whole(given, "padded_vocab_size" if "padded_vocab_size" in given else "vocab_size"),
-        block_size=_whole(given, "block_size"), n_layer=prelude + core + coda,
-        n_head=_whole(given, "n_heads"), n_embd=_whole(given, "n_embd"),
-        groups=(tuple(range(prelude, prelude + core)),), qk_bias=bool(given.get("qk_bias", False)),
-        positions="rotary", rope_base=_number(given, "rope_base"), mlp="gated", mlp_hidden=_whole(given, "intermediate_size"),
-        norm_eps=_number(given, "norm_eps"), group_norm="leave", share_group_norm=True, mean_loops=_whole(given, "mean_recurrence"),
-        start="zeros" if given.get("state_init") == "zero" else "noise",
+        vocab_size=_whole(settings, "padded_vocab_size" if "padded_vocab_size" in settings else "vocab_size"),
+        block_size=_whole(settings, "block_size"), n_layer=prelude + core + coda,
+        n_head=_whole(settings, "n_heads"), n_embd=_whole(settings, "n_embd"),
+        groups=(tuple(range(prelude, prelude + core)),), qk_bias=bool(settings.get("qk_bias", False)),
+        positions="rotary", rope_base=_number(settings, "rope_base"), mlp="gated", mlp_hidden=_whole(settings, "intermediate_size"),
+        norm_eps=_number(settings, "norm_eps"), group_norm="leave", share_group_norm=True, mean_loops=_whole(settings, "mean_recurrence"),
+        start="zeros" if settings.get("state_init") == "zero" else "noise",
     )  # fmt: skip
 
 
@@ -67,47 +69,47 @@ def huginn_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
     return t
 
 
-def ouro_config(given: Mapping[str, Any]) -> ModelConfig:
+def ouro_config(settings: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of an Ouro folder's config.json."""
-    layers = _whole(given, "num_hidden_layers", MAX_LAYERS)
+    layers = _whole(settings, "num_hidden_layers", MAX_LAYERS)
     return ModelConfig(
-        **_decoder(given), groups=(tuple(range(layers)),), norm="branch", group_norm="step", share_group_norm=True, final_norm=False,
-        inject="none", start="input", backprop_steps=None, mean_loops=_whole(given, "total_ut_steps"), exit_gate=True,
+        **_decoder(settings), groups=(tuple(range(layers)),), norm="branch", group_norm="step", share_group_norm=True, final_norm=False,
+        inject="none", start="input", backprop_steps=None, mean_loops=_whole(settings, "total_ut_steps"), exit_gate=True,
     )  # fmt: skip
 
 
-def llama_config(given: Mapping[str, Any]) -> ModelConfig:
+def llama_config(settings: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a folder shaped like Llama's: every layer runs once."""
-    _only(given, pretraining_tp=(1,), sliding_window=(None,))
-    return ModelConfig(**_decoder(given), groups=(), norm="pre")
+    _only(settings, pretraining_tp=(1,), sliding_window=(None,))
+    return ModelConfig(**_decoder(settings), groups=(), norm="pre")
 
 
-def _decoder(given: Mapping[str, Any]) -> dict[str, Any]:
+def _decoder(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What Ouro and Llama have in common, as settings of ModelConfig."""
     _only(
-        given,
+        settings,
         hidden_act=("silu",),
         rope_scaling=(None,),
         attention_bias=(None, False),
         mlp_bias=(None, False),
         use_sliding_window=(None, False),
     )
-    kinds = given.get("layer_types")
+    kinds = settings.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise UserError("config.json: layer_types other than full_attention are not supported")
-    rope = given.get("rope_parameters")
+    rope = settings.get("rope_parameters")
     if isinstance(rope, dict) and rope.get("rope_type", "default") != "default":
         raise UserError(f"config.json: rope_type = {rope['rope_type']!r} is not supported, only default")
-    theta = _number(rope if isinstance(rope, dict) and "rope_theta" in rope else given, "rope_theta")
+    theta = _number(rope if isinstance(rope, dict) and "rope_theta" in rope else settings, "rope_theta")
     return {
-        "vocab_size": _whole(given, "vocab_size"), "block_size": _whole(given, "max_position_embeddings"),
-        "n_layer": _whole(given, "num_hidden_layers", MAX_LAYERS), "n_embd": _whole(given, "hidden_size"),
-        "n_head": _whole(given, "num_attention_heads"),
-        "n_kv_head": _whole(given, "num_key_value_heads") if given.get("num_key_value_heads") is not None else None,
-        "head_size": _whole(given, "head_dim") if given.get("head_dim") is not None else None,
+        "vocab_size": _whole(settings, "vocab_size"), "block_size": _whole(settings, "max_position_embeddings"),
+        "n_layer": _whole(settings, "num_hidden_layers", MAX_LAYERS), "n_embd": _whole(settings, "hidden_size"),
+        "n_head": _whole(settings, "num_attention_heads"),
+        "n_kv_head": _whole(settings, "num_key_value_heads") if settings.get("num_key_value_heads") is not None else None,
+        "head_size": _whole(settings, "head_dim") if settings.get("head_dim") is not None else None,
         "positions": "rotary", "rope_base": theta, "scale_embedding": False,
-        "mlp": "gated", "mlp_hidden": _whole(given, "intermediate_size"),
-        "norm_eps": _number(given, "rms_norm_eps"), "tie_head": bool(given.get("tie_word_embeddings", False)),
+        "mlp": "gated", "mlp_hidden": _whole(settings, "intermediate_size"),
+        "norm_eps": _number(settings, "rms_norm_eps"), "tie_head": bool(settings.get("tie_word_embeddings", False)),
     }  # fmt: skip
 
 
@@ -159,15 +161,15 @@ def _padded(w: Tensor, c: ModelConfig) -> Tensor:
     return torch.cat((w, w.new_zeros(c.padded_vocab_size - len(w), *w.shape[1:]))) if c.padded_vocab_size > len(w) else w
 
 
-def _whole(given: Mapping[str, Any], name: str, most: int = 2**40) -> int:
-    value = given.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(f"config.json: {name} = {value!r}, but it must be a whole number from 1 to {most}")
+def _whole(settings: Mapping[str, Any], name: str, high: int = 2**40) -> int:
+    value = settings.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise UserError(f"config.json: {name} = {value!r}, but it must be a whole number from 1 to {high}")
     return value
 
 
-def _number(given: Mapping[str, Any], name: str) -> float:
-    value = given.get(name)
+def _number(settings: Mapping[str, Any], name: str) -> float:
+    value = settings.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
         raise UserError(f"config.json: {name} = {str(value)[:40]}, but it must be a number")
     return float(value)
@@ -178,9 +180,9 @@ def _close(name: str, value: float, wanted: float) -> None:
         raise UserError(f"config.json: {name} = {value}, but only {wanted:g} is supported")
 
 
-def _only(given: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
+def _only(settings: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
     """Settings that are there must have a supported value."""
     for name, values in allowed.items():
-        if name in given and given[name] not in values:
+        if name in settings and settings[name] not in values:
             shown = ", ".join(str(v) for v in values if v is not None)
-            raise UserError(f"config.json: {name} = {given[name]!r} is not supported, only {shown or 'its absence'}")
+            raise UserError(f"config.json: {name} = {settings[name]!r} is not supported, only {shown or 'its absence'}")

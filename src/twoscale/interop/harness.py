@@ -21,7 +21,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from twoscale.config import UserError
 from twoscale.data import Tokenizer
-from twoscale.engine import forward, generate
+from twoscale.engine import Request, SamplingParams, forward, loop_params
+from twoscale.engine.generate import follow, offline_scheduler
+from twoscale.engine.request import Share
+from twoscale.engine.scheduler import run_until_done
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
 
@@ -72,8 +75,8 @@ class HarnessModel(TemplateLM):
                 ids, continuation = texts[i]
                 logits = out.logits[row, len(ids) - len(continuation) : len(ids)]
                 wanted = torch.tensor(continuation, device=logits.device)
-                told = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
-                found[i] = float(told.double().sum()), bool((logits.argmax(dim=-1) == wanted).all())
+                logprobs = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
+                found[i] = float(logprobs.double().sum()), bool((logits.argmax(dim=-1) == wanted).all())
         return [found[i] for i in range(len(texts))]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
@@ -91,23 +94,29 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        texts = []
+        params, share = loop_params(self.looped, exit=self.exit, loops=self.loops), Share()
+        own, streams = [], []
         for request in requests:
             prompt, options = request.args
             stops = options.get("until") or []
             stops = [stops] if isinstance(stops, str) else stops
-            most = min(int(options.get("max_gen_toks", 64)), self.room // 2)
-            ids = self.tok_encode(prompt)[-(self.room - most) :] or [self.eot_token_id]
+            new = min(int(options.get("max_gen_toks", 64)), self.room // 2)
+            ids = self.tok_encode(prompt)[-(self.room - new) :] or [self.eot_token_id]
             temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-            gen = generate(self.looped, [ids], most, exit=self.exit, loops=self.loops, temperature=temperature, stop=(self.eot_token_id,))
-            taken = torch.tensor(gen.prompt_steps[0] + gen.steps[0][1:], dtype=torch.float64)
+            sampling = SamplingParams(
+                temperature,
+                max_new_tokens=new,
+                stop_token_ids=frozenset({self.eot_token_id}),
+                stop=tuple(stop for stop in stops if stop),
+            )
+            own.append(Request(ids, sampling, params, share=share))
+            streams.append(follow(own[-1], self.own_tokenizer))
+        run_until_done(offline_scheduler(self.looped), own)
+        for request in own:
+            taken = torch.tensor(request.prompt_steps + request.steps[1:], dtype=torch.float64)
             self.steps += taken.sum(dim=0)
             self.tokens += len(taken)
-            text = self.own_tokenizer.decode([t for t in gen.tokens[0] if t != self.eot_token_id])
-            for stop in stops:
-                text = text.split(stop)[0] if stop else text
-            texts.append(text)
-        return texts
+        return [stream.text for stream in streams]
 
 
 def _task_manager(tasks: list[str], include: Path | None) -> tuple[TaskManager, set[str]]:

@@ -41,12 +41,12 @@ def evaluate_tasks(
     except ModuleNotFoundError:
         raise missing_package("--tasks needs the lm-evaluation-harness", "eval") from None
     folder = find(model) if checkpoint is None else find_checkpoint(Path(model), checkpoint)
-    rule, most = chosen_exit(folder, exit, loops)
+    rule, max_loops = chosen_exit(folder, exit, loops)
     looped, tokenizer = load(folder)
     if tokenizer is None:
         raise UserError(f"{model} has no {TOKENIZER}, which the harness needs")
-    lm = HarnessModel(looped, tokenizer, most, rule, batch_size or BATCH)
+    lm = HarnessModel(looped, tokenizer, max_loops, rule, batch_size or BATCH)
     results = evaluate(lm, list(tasks), include, limit, num_fewshot)
     return TaskScores(
-        str(model), spelt(exit), list(looped.config.loops_for(most)), num_fewshot, lm.batch, limit, results, lm.tokens, lm.mean_steps
+        str(model), spelt(exit), list(looped.config.loops_for(max_loops)), num_fewshot, lm.batch, limit, results, lm.tokens, lm.mean_steps
     )

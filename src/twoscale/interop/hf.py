@@ -28,7 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from twoscale.config import ModelConfig
 from twoscale.config.run_folder import CONFIG
 from twoscale.config.serial import from_dict, to_dict
-from twoscale.engine import Engine
+from twoscale.engine import Engine, LoopParams, loop_params
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.tradeoff.load_run import StoredCalibration
@@ -55,8 +55,8 @@ class TwoscaleConfig(PretrainedConfig):
 class EngineCache:
     """Keys and values of a batch: the engine that made them, and one cache for each row."""
 
-    def __init__(self, engine: Engine, rows: int, capacity: int) -> None:
-        self.engine, self.rows = engine, [engine.open(capacity) for _ in range(rows)]
+    def __init__(self, engine: Engine, params: LoopParams, rows: int, capacity: int) -> None:
+        self.engine, self.rows = engine, [engine.open(capacity, params) for _ in range(rows)]
         self.seen = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -74,11 +74,11 @@ class EngineCache:
         stages: list[Tensor] | None = [] if states_wanted else None
         x, _ = engine.run([(b, self.rows[b], ids[b][real[b]].tolist()) for b in live], stages=stages)
         self.seen += ids.shape[1]
-        there = real.to(engine.device)
+        real = real.to(engine.device)
 
         def padded(rows: Tensor) -> Tensor:
             whole = torch.zeros(*ids.shape, rows.shape[-1], dtype=rows.dtype, device=engine.device)
-            whole[there] = rows
+            whole[real] = rows
             return whole
 
         logits = padded(engine.model.head(x).float())
@@ -156,7 +156,7 @@ class TwoscaleForCausalLM(PreTrainedModel, GenerationMixin):
             states = None if recorder is None else tuple(state.masked_fill(gone, 0.0) for state in recorder.states)
         else:
             if cache is None:
-                cache = EngineCache(Engine(self.model, exit=exit, loops=loops), B, self.model.config.block_size)
+                cache = EngineCache(Engine(self.model), loop_params(self.model, exit=exit, loops=loops), B, self.model.config.block_size)
             logits, states = cache.run(input_ids, real, wanted_states)
         loss = None
         if labels is not None:

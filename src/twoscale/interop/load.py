@@ -43,10 +43,10 @@ def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer | None]:
 
 def _load(folder: Path) -> tuple[LoopedGPT, Tokenizer | None]:
     """Model and tokenizer of one folder with weights."""
-    given, config = _settings(folder)
+    settings, config = _settings(folder)
     if config is None:
         return ckpt.load_model(folder)
-    mapped, spare = (_ours, ()) if given["model_type"] == "twoscale" else FAMILIES[given["model_type"]][1:]
+    mapped, spare = (_ours, ()) if settings["model_type"] == "twoscale" else FAMILIES[settings["model_type"]][1:]
     return _filled(config, Weights(folder), mapped, spare), _tokenizer(folder)
 
 
@@ -71,13 +71,13 @@ def model_config(folder: Path) -> ModelConfig:
 
 def _settings(folder: Path) -> tuple[dict[str, Any], ModelConfig | None]:
     """config.json of a folder that is no run, and what it says; None for a checkpoint of ours."""
-    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
-    kind = given.get("model_type") if isinstance(given, dict) else None
-    if isinstance(given, dict):
-        if (inside := read_exported(given)) is not None:
-            return given, from_dict(ModelConfig, inside, str(folder / ckpt.CONFIG))
+    settings = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else None
+    kind = settings.get("model_type") if isinstance(settings, dict) else None
+    if isinstance(settings, dict):
+        if (inside := read_exported(settings)) is not None:
+            return settings, from_dict(ModelConfig, inside, str(folder / ckpt.CONFIG))
         if isinstance(kind, str) and kind in FAMILIES:
-            return given, FAMILIES[kind][0](given)
+            return settings, FAMILIES[kind][0](settings)
     if (folder / ckpt.MODEL).exists() and kind in (None, "twoscale"):
         return {}, None
     if isinstance(kind, str):
@@ -85,17 +85,17 @@ def _settings(folder: Path) -> tuple[dict[str, Any], ModelConfig | None]:
     raise UserError(f"{folder} is neither a run nor a checkpoint: it has no {ckpt.MODEL} and no checkpoints/")
 
 
-def read_exported(given: dict[str, Any]) -> dict[str, Any] | None:
+def read_exported(settings: dict[str, Any]) -> dict[str, Any] | None:
     """The model's settings in the config.json of an exported folder; None where it is none."""
-    inside = given.get("twoscale")
-    return inside if given.get("model_type") == "twoscale" and isinstance(inside, dict) else None
+    inside = settings.get("twoscale")
+    return inside if settings.get("model_type") == "twoscale" and isinstance(inside, dict) else None
 
 
 def noted_training(folder: Path) -> dict[str, Any]:
     """What an export notes of its training."""
-    given = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else {}
-    noted = given.get("training") if isinstance(given, dict) else None
-    return noted if isinstance(noted, dict) else {}
+    settings = read_json(folder / ckpt.CONFIG) if (folder / ckpt.CONFIG).exists() else {}
+    training = settings.get("training") if isinstance(settings, dict) else None
+    return training if isinstance(training, dict) else {}
 
 
 def progress_of(folder: Path) -> ckpt.Progress:

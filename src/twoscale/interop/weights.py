@@ -13,7 +13,7 @@ from twoscale.config.serial import read_json
 from twoscale.train.checkpoint import read_header
 
 SINGLE, INDEX = MODEL, f"{MODEL}.index.json"
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 
 
 class Weights(Mapping[str, Tensor]):
@@ -52,8 +52,8 @@ class Weights(Mapping[str, Tensor]):
         for file in set(listed.values()):
             if Path(file).name != file or not file.endswith(".safetensors") or not file.isprintable():  # half a character is no name
                 raise UserError(f"{folder / INDEX} names {file!r}: only .safetensors files of the folder itself are read")
-        if len(set(listed.values())) > MOST_FILES:
-            raise UserError(f"{folder / INDEX} names more than {MOST_FILES} files")
+        if len(set(listed.values())) > MAX_FILES:
+            raise UserError(f"{folder / INDEX} names more than {MAX_FILES} files")
         return {name: folder / file for name, file in listed.items()}
 
     def __getitem__(self, name: str) -> Tensor:

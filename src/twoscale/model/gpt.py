@@ -8,7 +8,7 @@ Shapes: B batch, T position, C width, V vocabulary, G group, K loop step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,13 @@ from twoscale.model.start import StateNoise, start_state
 def embedding(rows: int, width: int) -> nn.Embedding:
     """An embedding that torch does not initialise: `init_weights` does, and on the meta device torch's own init imports its compiler."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Objective(Protocol):
+    """A training loss that reads more than the last step (train/objective.py)."""
+
+    def __call__(self, model: "LoopedGPT", ids: Tensor, targets: Tensor, loops: tuple[int, ...], noise: StateNoise) -> Tensor:
+        """The scalar to minimise."""
 
 
 class PlainStage(nn.Module):
@@ -137,8 +144,12 @@ class LoopedGPT(nn.Module):
         loops: int | Sequence[int] | None = None,
         noise: StateNoise | None = None,
         recorder: Recorder | None = None,
+        objective: Objective | None = None,
     ) -> Tensor:
-        """Logits (B, T, V), or with targets (B, T) their mean cross-entropy, -1 ignored."""
+        """Logits (B, T, V), or with targets (B, T) their mean cross-entropy, -1 ignored; with an objective its loss."""
+        if objective is not None:
+            assert targets is not None
+            return objective(self, ids, targets, self.config.loops_for(loops), noise or StateNoise())
         x, _ = self.hidden(ids, loops=loops, noise=noise, backprop_steps=self.config.backprop_steps, recorder=recorder)
         logits = self.head(x)
         if targets is None:

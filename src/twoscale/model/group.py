@@ -58,7 +58,7 @@ class LoopGroup(nn.Module):
         self.config, self.index = config, index
         self.blocks = nn.ModuleList(Block(config) for _ in config.groups[index])
         self.adapter = Adapter(config.n_embd) if config.inject == "concat" else None
-        self.gate = nn.Linear(config.n_embd, 1) if config.exit_gate else None
+        self.gate = nn.Linear(config.n_embd, 1) if config.exit_gate and index == config.n_groups - 1 else None
         self.norm: RMSNorm | None = None
         if config.group_norm != "none":
             self.norm = closing_norm if config.share_group_norm else RMSNorm(config.n_embd, config.norm_eps)

@@ -1,15 +1,20 @@
-"""The paper's claims on geometry, each judged by a rule that is stated beside the verdict; those on exits are in verdict.py.
+"""The paper's claims on geometry, each judged by a rule that is stated beside the verdict; those on exits are in exit_claims.py.
 
-A claim is a pure function of geometry.jsonl. It may come out confirmed, refuted or undecided, and says on which numbers.
+A claim is a pure function of geometry.jsonl. It may come out confirmed, refuted or undecided, and says on which numbers. Where the model
+was measured before training too, the same rule is applied to it: a rule that an untrained model passes says nothing on training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from twoscale.config.words import group_label, group_number
+
 Outcome = Literal["confirmed", "refuted", "undecided"]
+Record = dict[str, Any]
 EARLY, LATE = 1, 10  # loop steps that claim (a) compares; step 0 leaves the noise and is left out
-WINDOW = 5  # loop steps in an average of cosines
+LEVEL, LAST = 5, 10  # loop steps that the last level of a cosine is the mean of, and that must lie near it
+STEADY, MOVING = 0.1, 0.3  # distances from that level
 
 
 @dataclass(frozen=True)
@@ -23,21 +28,35 @@ class Claim:
     outcome: Outcome
 
 
-def judge(records: Sequence[dict[str, Any]]) -> list[Claim]:
+@dataclass(frozen=True)
+class Level:
+    """Where the cosine of consecutive steps of one group ends up."""
+
+    value: float
+    """Mean over the last LEVEL steps that count."""
+    away: float
+    """The largest distance from it over the last LAST steps that count."""
+    reached: int
+    """The first loop step from which on it stays within STEADY; the one after the last where it does not."""
+    first: int
+    last: int
+    """The LAST steps that count, from and to."""
+
+
+def judge(records: Sequence[Record]) -> list[Claim]:
     """Claims (a) to (d) on the records of a run, oldest first."""
-    last = records[-1]
-    return [_decay(last), _cosines(last), _training(records), _drift(records)]
+    return [_decay(records), _cosines(records), _training(records), _drift(records)]
 
 
-def decay_ratio(group: dict[str, Any]) -> float | None:
+def decay_ratio(group: Record) -> float | None:
     """Mean step norm at k = 10 over that at k = 1."""
     means = group["step_norm"]["mean"]
     known = len(means) > LATE and means[EARLY] and means[LATE] is not None
     return means[LATE] / means[EARLY] if known else None
 
 
-def cosine_levels(group: dict[str, Any]) -> tuple[float, float, int] | None:
-    """Mean cosine over k = 4 .. 8, over the last five steps that still count (most tokens above rounding), and the last of them."""
+def cosine_level(group: Record) -> Level | None:
+    """The level of a group's cosines; None where too few steps count (a step counts if half of the tokens move by more than rounding)."""
     cosine = group.get("step_cosine")
     if cosine is None or not cosine["count"]:
         return None
@@ -45,108 +64,141 @@ def cosine_levels(group: dict[str, Any]) -> tuple[float, float, int] | None:
     counted = [
         (k, m) for k, (m, n) in enumerate(zip(cosine["mean"], cosine["count"], strict=True), start=1) if m is not None and n >= enough
     ]
-    if len(counted) < 3 + 2 * WINDOW:
+    if len(counted) < LAST:
         return None
-    early, late = [m for _, m in counted[3 : 3 + WINDOW]], [m for _, m in counted[-WINDOW:]]
-    return sum(early) / WINDOW, sum(late) / WINDOW, counted[-1][0]
+    value = sum(m for _, m in counted[-LEVEL:]) / LEVEL
+    moving = [k for k, m in counted if abs(m - value) > STEADY]
+    reached = next((k for k, _ in counted if not moving or k > moving[-1]), counted[-1][0] + 1)
+    return Level(value, max(abs(m - value) for _, m in counted[-LAST:]), reached, counted[-LAST][0], counted[-1][0])
 
 
-def _decay(last: dict[str, Any]) -> Claim:
-    ratios = {g["name"]: decay_ratio(g) for g in last["groups"]}
-    known = [r for r in ratios.values() if r is not None]
-    outcome: Outcome = "undecided"
-    if any(r > 0.5 for r in known):
-        outcome = "refuted"
-    elif len(known) == len(ratios) and all(r <= 0.25 for r in known):
-        outcome = "confirmed"
-    measured = "; ".join(f"group {n}: {_percent(r)}" for n, r in ratios.items())
+def _decay(records: Sequence[Record]) -> Claim:
+    def outcome(record: Record) -> Outcome:
+        known = [r for g in record["groups"] if (r := decay_ratio(g)) is not None]
+        if any(r > 0.5 for r in known):
+            return "refuted"
+        return "confirmed" if len(known) == len(record["groups"]) and all(r <= 0.25 for r in known) else "undecided"
+
+    def numbers(record: Record) -> str:
+        return "; ".join(f"{group_label(i, g['name'])}: {_percent(decay_ratio(g))}" for i, g in enumerate(record["groups"]))
+
     return Claim(
         "a",
         "Inside a loop, step norms decay within 5 to 10 steps.",
         "The mean step norm at k = 10, as a share of that at k = 1 (k = 0 leaves the start state). "
         "Confirmed at 25 % or less in every group, refuted above 50 % in any.",
-        measured,
-        outcome,
+        numbers(records[-1]) + _control(records, outcome),
+        outcome(records[-1]),
     )
 
 
-def _cosines(last: dict[str, Any]) -> Claim:
-    levels = {g["name"]: cosine_levels(g) for g in last["groups"]}
+def _cosines(records: Sequence[Record]) -> Claim:
+    def outcome(record: Record) -> Outcome:
+        known = [level.away for g in record["groups"] if (level := cosine_level(g)) is not None]
+        if any(away > MOVING for away in known):
+            return "refuted"
+        return "confirmed" if len(known) == len(record["groups"]) and all(away <= STEADY for away in known) else "undecided"
+
     parts = []
-    for name, level in levels.items():
+    for i, group in enumerate(records[-1]["groups"]):
+        level = cosine_level(group)
         if level is None:
-            parts.append(f"group {name}: too few steps above rounding")
+            words = "too few steps above rounding"
         else:
-            parts.append(f"group {name}: {level[0]:+.2f} to {level[1]:+.2f} (by k = {level[2]})")
-    changes = [abs(level[1] - level[0]) for level in levels.values() if level is not None]
-    outcome: Outcome = "undecided"
-    if len(changes) == len(levels):
-        outcome = "confirmed" if max(changes) <= 0.1 else "refuted" if max(changes) > 0.3 else "undecided"
-    elif changes and max(changes) > 0.3:
-        outcome = "refuted"
+            words = f"{level.value:+.2f}, at most {level.away:.2f} away from it over k = {level.first} to {level.last}"
+        parts.append(f"{group_label(i, group['name'])}: {words}")
     return Claim(
         "b",
-        "The cosines of consecutive steps settle at a steady value.",
-        "The mean cosine over k = 4 to 8 against the last five steps that most tokens take above rounding (1e-6 of the state). "
-        "Confirmed when no group moves by more than 0.10, refuted when any moves by more than 0.30.",
-        "; ".join(parts),
-        outcome,
+        "The cosines of consecutive steps come to a steady value.",
+        f"The steady value is the mean cosine over the last {LEVEL} loop steps that count (half of the tokens still move by more than "
+        f"rounding, 1e-6 of the state). Confirmed when over the last {LAST} of them the mean cosine stays within {STEADY:.2f} of it in "
+        f"every group, refuted when it is more than {MOVING:.2f} away in any. How soon the value is reached is not part of the rule.",
+        "; ".join(parts) + _control(records, outcome),
+        outcome(records[-1]),
     )
 
 
-def _training(records: Sequence[dict[str, Any]]) -> Claim:
+def _control(records: Sequence[Record], outcome: Callable[[Record], Outcome]) -> str:
+    """What the rule says of the same model before training, where it was measured."""
+    if not records[0]["step"] == 0 < records[-1]["step"]:
+        return ""
+    before, after = outcome(records[0]), outcome(records[-1])
+    learned = ", so passing the rule is no effect of training" if before == after == "confirmed" else ""
+    return f". Control: before training the rule says {before}{learned}"
+
+
+def _training(records: Sequence[Record]) -> Claim:
     trained = [r for r in records if r["step"] > 0]
     rule = (
-        "From the first measurement after training began to the last: the share of claim (a), and the change of cosines of claim (b). "
-        "Confirmed when both fall in every group, refuted when either rises in every group."
+        "From the first measurement after training began to the last: the share of claim (a), and the loop step k from which on the cosine "
+        f"stays within {STEADY:.2f} of the steady value of claim (b). Confirmed when both fall in every group, refuted when either rises "
+        "in every group."
     )
-    text = "Both strengthen with training."
+    text = "Both, the decay of (a) and the steadiness of (b), strengthen with training."
     if len(trained) < 2:
         return Claim("c", text, rule, "only one measurement: train with train.geometry_interval, or trace several checkpoints", "undecided")
     first, last = trained[0], trained[-1]
     parts: list[str] = []
     decays: list[float] = []  # changes over training, for each group where both ends were measured
-    wobbles: list[float] = []
-    for a, b in zip(first["groups"], last["groups"], strict=True):
+    levels: list[float] = []
+    for i, (a, b) in enumerate(zip(first["groups"], last["groups"], strict=True)):
         before, after = decay_ratio(a), decay_ratio(b)
         if before is not None and after is not None:
             decays.append(after - before)
-        cos_a, cos_b = cosine_levels(a), cosine_levels(b)
+        cos_a, cos_b = cosine_level(a), cosine_level(b)
         if cos_a is not None and cos_b is not None:
-            wobbles.append(abs(cos_b[1] - cos_b[0]) - abs(cos_a[1] - cos_a[0]))
-        shown = f"{abs(cos_a[1] - cos_a[0]):.2f} to {abs(cos_b[1] - cos_b[0]):.2f}" if cos_a and cos_b else "not measurable"
-        parts.append(f"group {b['name']}: share {_percent(before)} to {_percent(after)}, change of cosine {shown}")
+            levels.append(cos_b.reached - cos_a.reached)
+        shown = f"k {cos_a.reached}, then {cos_b.reached}" if cos_a and cos_b else "k not measurable"
+        parts.append(f"{group_label(i, b['name'])}: share {_percent(before)}, then {_percent(after)}; {shown}")
     n = len(last["groups"])
     outcome: Outcome = "undecided"
-    if len(decays) == len(wobbles) == n and max(*decays, *wobbles) < 0:
+    if len(decays) == len(levels) == n and max(*decays, *levels) < 0:
         outcome = "confirmed"
-    elif any(len(changes) == n and min(changes) > 0 for changes in (decays, wobbles)):
+    elif any(len(changes) == n and min(changes) > 0 for changes in (decays, levels)):
         outcome = "refuted"
-    return Claim("c", text, rule, f"step {first['step']} to {last['step']}: " + "; ".join(parts), outcome)
+    measured = f"training step {first['step']}, then {last['step']}: " + ". ".join(parts)
+    return Claim("c", text, rule, measured + _different_texts(first, last), outcome)
 
 
-def _drift(records: Sequence[dict[str, Any]]) -> Claim:
+def _different_texts(first: Record, last: Record) -> str:
+    """A remark where two measurements are of different texts, as those of a model that was trained elsewhere are."""
+    a, b = first.get("source"), last.get("source")
+    if a is None or b is None or a == b:  # older versions named none
+        return ""
+    return f". The two were measured on different held-out text ({a}; {b})"
+
+
+def _drift(records: Sequence[Record]) -> Claim:
     first, last = records[0], records[-1]
     rule = (
         "DLR with the next group's last state above the line and the mean step over k ≥ 1 below it (`settled`, k ≥ 1). "
         "Confirmed at 3 or more at every boundary, refuted below 1 at any."
     )
     text = "Between groups the state drifts much farther than a loop step: DLR ≫ 1."
-    ratios = {f"{b['from']} to {b['to']}": b["dlr"]["settled_k1"]["mean"] for b in last["boundaries"]}
-    known = [r for r in ratios.values() if r is not None]
-    if not ratios:
+
+    def outcome(record: Record) -> Outcome:
+        known = [r for b in record["boundaries"] if (r := b["dlr"]["settled_k1"]["mean"]) is not None]
+        if any(r < 1 for r in known):
+            return "refuted"
+        return "confirmed" if known and len(known) == len(record["boundaries"]) and all(r >= 3 for r in known) else "undecided"
+
+    if not last["boundaries"]:
         return Claim("d", text, rule, "there is one group only", "undecided")
-    outcome: Outcome = "undecided"
-    if any(r < 1 for r in known):
-        outcome = "refuted"
-    elif len(known) == len(ratios) and all(r >= 3 for r in known):
-        outcome = "confirmed"
     missing = "not defined (a group has no step after the first, or never moves)"
-    measured = "; ".join(f"{n}: {missing if r is None else f'{r:.1f}'}" for n, r in ratios.items())
+    parts = []
+    for i, b in enumerate(last["boundaries"]):
+        ratio = b["dlr"]["settled_k1"]["mean"]
+        parts.append(f"{boundary_label(i, b)}: {missing if ratio is None else f'{ratio:.1f}'}")
+    measured = "; ".join(parts)
     if first["step"] == 0 < last["step"]:
         untrained = [b["dlr"]["settled_k1"]["mean"] for b in first["boundaries"]]
         measured += f" (before training: {', '.join('not defined' if r is None else f'{r:.1f}' for r in untrained)})"
-    return Claim("d", text, rule, measured, outcome)
+    return Claim("d", text, rule, measured + _control(records, outcome), outcome(last))
+
+
+def boundary_label(b: int, boundary: Record) -> str:
+    """`group 1 (layer 4) to 2 (layers 5-6)`."""
+    return f"{group_label(b, boundary['from'])} to {group_number(b + 1, boundary['to'])}"
 
 
 def _percent(share: float | None) -> str:

@@ -1,77 +1,100 @@
-"""Words and looks of the page: headings, captions, style sheet."""
+"""Words and looks of the page that belong to no figure: glossary, style sheet, the script that draws."""
 
-# name of a figure -> (heading, caption)
-CAPTIONS: dict[str, tuple[str, str]] = {
-    "step_norms": (
-        "Step norms",
-        "How far the state moves at each loop step: mean over tokens with a one-sigma band, one line a checkpoint.",
+PAPER = "“Two-Scale Latent Dynamics for Recurrent-Depth Transformers” (Pappone, Crisostomi, Rodolà, 2025)"
+
+# word -> what it means on the page; the second list is for pages with a sweep
+GLOSSARY: tuple[tuple[str, str], ...] = (
+    ("the paper", f"{PAPER}. Claims (a) to (g) are its claims, each judged here by a stated rule on this run."),
+    (
+        "loop group, loop, step k",
+        "A loop group is a run of layers that is applied again and again to a token's state before the next layers follow. One application "
+        "is a loop, or loop step; k counts steps from 0. By default a group starts from noise. Groups are counted from 1, layers from 0.",
     ),
-    "step_cosines": (
-        "Step cosines",
-        "The angle between a step and the one before. +1: straight on; 0: at a right angle (less collinear, not yet "
-        "orthogonal, in between); −1: back and forth. Steps below 1e-6 of the state are rounding and are not counted.",
+    (
+        "r, default depth",
+        "The loop count about which training draws its own (`mean_loops`), and how many loops a group takes if nothing is asked.",
     ),
-    "accelerations": (
-        "Accelerations",
-        "How much a step differs from the one before, in three forms. Under plain contraction by c the last form is the"
-        " constant |1 − c| / (1 + |c|): it never falls, and for an alternating approach it is stuck at 1.",
+    (
+        "CE, nats, PPL",
+        "Cross-entropy: the mean loss of a token, in nats (natural logarithm; 1 nat is 1.44 bits). PPL, perplexity, is exp(CE).",
     ),
-    "drift_to_loop": (
-        "Drift-to-Loop Ratio",
-        "The way from one group to the next beside a mean step inside the first. The printed reading (`initial`) ends "
-        "at the next group's start state, which is noise here, so it is large whatever was learned; where groups touch,"
-        " the reading by the next group's input is 0 by construction. `settled`, with the step that leaves the noise "
-        "left out (k ≥ 1), is the reading that can be wrong, so this report leads with it. The mean step is taken over "
-        "all traced steps: trace longer and it shrinks, so compare ratios only at equal loop counts.",
+    (
+        "bundled; nano, tiny, small, paper",
+        "The small model that comes with the package; presets of the command line, after which runs are called.",
     ),
-    "limit": (
-        "Distance to the limit",
-        "Distance to the state many steps later; a straight line is a steady contraction.",
+    ("DLR", "Drift-to-Loop Ratio; its readings are explained at the figure."),
+    (
+        "contraction rate, spectral radius",
+        "By what factor a step shrinks from one loop to the next (fitted to the step norms), and the largest such factor at the limit "
+        "state, over a few sequences. Below 1 the loop converges.",
     ),
-    "trajectories": (
-        "Trajectories",
-        "States of a few tokens in the first three principal components of one sequence, over depth and loop steps.",
+    (
+        "Muon, AdamW",
+        "Optimizers. Muon orthogonalises the momentum of each weight matrix; it shapes the geometry, so every figure names it.",
     ),
-    "verdict_map": (
-        "What each token does",
-        "Settling: the last step is below 1e-4 of the state, or steps shrink by 1 % a step or more. Drifting: they grow"
-        " by 1 %, or keep length and direction. Circling: they keep their length and turn.",
+    ("builtin", "Text that needs no download: the language reference and the docstrings that ship with Python."),
+    (
+        "held-out text and its parts",
+        "Documents that a run was not trained on. For sweeps and calibrations they are dealt into a fit, a certify and a report part, "
+        "which share no document.",
     ),
-    "against_tau": (
-        "Time and quality against the threshold",
-        "The paper's three panels. Time: one sequence, cached decoding, the rules taking turns token by token on the same text. A "
-        "threshold is an absolute number, so where a curve bends depends on the size of a model's states.",
+)
+SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
+    ("full run", "Every group takes all loops that the sweep allows. Losses are compared with it."),
+    (
+        "dCE",
+        "CE minus that of the full run on the same tokens, in nats a token; in brackets its 95 % interval over documents.",
     ),
-    "tradeoff": (
-        "The trade-off",
-        "What decides: loss against cost, every rule beside fixed depths, random exits with the mean steps of a rule, and two "
-        "oracles that see the labels: the first with one depth for all groups, the second with any depth of a table of some forty. Both as "
-        "run, where tokens also see their neighbours at other depths. Circled: no other setting that can be had is better in both. "
-        "FLOPs and times include a rule's own looks; a random exit's time includes drawing its depths.",
+    (
+        "exit rule, tau",
+        "Decides after each loop step, token by token and group by group, whether the token leaves the loop; tau is its threshold.",
     ),
-    "steps_taken": (
-        "Steps taken",
-        "How many steps the tokens take in each group, each rule at its cheapest threshold that keeps CE within 0.01 nats by its "
-        "whole interval; where none does, at the one with the smallest rise.",
+    (
+        "fixed:4, step-norm:1.0, kl:0.1, acceleration:0.01",
+        "A setting: the rule's name and its threshold. `fixed:4` takes 4 loops in every group for every token. `step-norm` leaves when "
+        "the step is shorter than tau, `kl` when the predicted distribution changes by less than tau, `acceleration` when two differences "
+        "of consecutive steps in a row are shorter than tau.",
     ),
-    "hard_tokens": (
-        "Which tokens take longest",
-        "Mean steps (over groups) against the token's own loss in the full run, and the tokens with the most and the fewest steps among "
-        "those that occur often. A flat line means that steps have nothing to do with how hard the next token is to tell.",
+    ("calibrated", "One threshold for each group, found by `twoscale calibrate`."),
+    (
+        "certified",
+        "A setting that passed a test on documents of its own (the certify part): its dCE lies below the limit with the stated confidence, "
+        "which allows for the number of settings that were tried.",
     ),
-}
+    ("random, oracle", "Baselines: depths drawn at random with the mean steps of a rule; depths chosen with the labels in hand."),
+    ("steps", "Loop steps that a token takes, mean over tokens and groups (each group counts the same, whatever its number of layers)."),
+    ("looks", "What a rule computes to decide. `kl` reads the final norm and the head after each step; the others compare states."),
+    (
+        "ms a token",
+        "Time of cached decoding, one sequence: the setting's time divided by the full run's in the same rounds of timing, times the full "
+        "run's median. In brackets a 95 % interval over rounds.",
+    ),
+    ("agreement", "How often the most likely next token is that of the full run."),
+    ("Pareto front", "Settings that no other, oracles aside, beats in both cost (`flops` or `ms`) and CE."),
+)
+
+LIGHT = (
+    "--ink: #1d2733; --soft: #5b6775; --line: #dde3ea; --card: #ffffff; --page: #f5f7fa; --link: #005a8d; --good: #00664b; --bad: #a33d00;"
+)
+DARK = (
+    "--ink: #e4e9ee; --soft: #9aa7b4; --line: #33404d; --card: #182129; --page: #10171d; --link: #6cb8e6; --good: #4cc9a0; --bad: #ff9c66;"
+)
+
+
+def style_sheet(dark: bool | None) -> str:
+    """The page's CSS, light, dark, or (None) as the reader's system asks."""
+    if dark is None:
+        return f":root {{ color-scheme: light dark; {LIGHT} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}\n{STYLE}"
+    return f":root {{ color-scheme: {'dark' if dark else 'light'}; {DARK if dark else LIGHT} }}\n{STYLE}"
+
+
+def draw_script(dark: bool | None) -> str:
+    """The script that draws the plots in the page's colours, and again when the reader's system changes them."""
+    asked = "matchMedia('(prefers-color-scheme: dark)')"
+    return DRAW.replace(asked, asked if dark is None else f"{{matches: {str(dark).lower()}, addEventListener() {{}}}}")
+
 
 STYLE = """
-:root {
-  color-scheme: light dark; --ink: #1d2733; --soft: #5b6775; --line: #dde3ea; --card: #ffffff; --page: #f5f7fa; --link: #005a8d;
-  --good: #00664b; --bad: #a33d00;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e4e9ee; --soft: #9aa7b4; --line: #33404d; --card: #182129; --page: #10171d; --link: #6cb8e6;
-    --good: #4cc9a0; --bad: #ff9c66;
-  }
-}
 * { box-sizing: border-box; } body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 24px 16px 60px; } h1 { margin: 0 0 4px; font-size: 1.7rem; }
 h2 { margin: 40px 0 6px; font-size: 1.25rem; } h3 { margin: 8px 0 0; font-size: .95rem; color: var(--soft); font-weight: 600; }
@@ -80,11 +103,12 @@ p { max-width: 78ch; } .soft { color: var(--soft); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 8px 10px; min-width: 0; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; background: var(--card); }
 th, td { border: 1px solid var(--line); padding: 5px 9px; text-align: left; vertical-align: top; }
+table:not(.claims) td:first-child { white-space: nowrap; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 .confirmed { color: var(--good); } .refuted { color: var(--bad); } .undecided { color: var(--soft); }
 .outcome { font-weight: 700; white-space: nowrap; } .advice { font-size: 1.08rem; font-weight: 600; }
 summary { cursor: pointer; margin: 14px 0 6px; color: var(--soft); font-weight: 600; }
-details { margin: 10px 0; } 
+details { margin: 10px 0; } dl { max-width: 92ch; } dt { font-weight: 600; margin-top: 8px; } dd { margin: 0 0 0 1.2em; }
 pre { overflow-x: auto; background: var(--card); border: 1px solid var(--line); padding: 10px; font-size: .82rem; }
 a { color: var(--link); } code { font-size: .92em; }
 .sample { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; background: var(--card); border: 1px solid var(--line);
@@ -92,7 +116,7 @@ a { color: var(--link); } code { font-size: .92em; }
 .sample .tok { border-radius: 3px; padding: 2px 0; } .sample .given { color: var(--soft); }
 .ramp { display: inline-block; width: 120px; height: 11px; border-radius: 3px; margin: 0 8px; vertical-align: -1px; }
 h1:not(:first-child) { margin-top: 72px; border-top: 2px solid var(--line); padding-top: 28px; }
-.plot { width: 100%; overflow: hidden; }
+.plot { width: 100%; overflow: hidden; } section img { max-width: 100%; background: #ffffff; }
 @media (max-width: 700px) {
   .claims, .claims tbody, .claims tr, .claims td { display: block; width: 100%; } .claims th { display: none; }
   .claims tr { border: 1px solid var(--line); margin-bottom: 10px; } .claims td { border: 0; }

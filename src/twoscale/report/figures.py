@@ -1,9 +1,7 @@
-"""The paper's figures in matplotlib, for print: PNG and PDF. A figure draws numbers from the run's files and computes nothing."""
+"""The paper's figures in matplotlib, for print. A figure draws numbers from the run's files and computes nothing."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import matplotlib
 
@@ -14,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from twoscale.report import tradeoff_figures
+from twoscale.config.words import group_number
+from twoscale.report.claims import boundary_label
 from twoscale.report.load import RunFiles
 from twoscale.report.style import GROUP_COLOURS, VARIANTS, VERDICT_COLOURS, chosen, ordered_colours, visible
 
@@ -30,34 +29,6 @@ MAP_TOKENS = 32
 def _label(token: str) -> str:
     """A token as matplotlib may print it: a dollar sign would begin a formula."""
     return visible(token).replace("$", r"\$")
-
-
-def draw_all(run: RunFiles, folder: Path, progress: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Every figure that the run's files allow, as NAME.png and NAME.pdf; returns the names. `progress` gets a line before each."""
-    wanted: dict[str, Callable[[RunFiles], Figure]] = {
-        "step_norms": step_norms,
-        "step_cosines": step_cosines,
-        "accelerations": accelerations,
-    }
-    if run.last["boundaries"]:
-        wanted["drift_to_loop"] = drift_to_loop
-    if any("limit" in g for g in run.last["groups"]):
-        wanted["limit"] = limit
-    if run.sequence is not None:
-        wanted |= {"trajectories": trajectories, "verdict_map": verdict_map}
-    if run.sweep is not None and run.sweep.point("full") is not None:
-        wanted |= {"against_tau": tradeoff_figures.against_tau, "tradeoff": tradeoff_figures.tradeoff}
-        if tradeoff_figures.shown_points(run.sweep):
-            wanted |= {"steps_taken": tradeoff_figures.steps_taken, "hard_tokens": tradeoff_figures.hard_tokens}
-    for i, (name, draw) in enumerate(wanted.items(), start=1):
-        progress(f"{run.folder}: figure {i}/{len(wanted)}, {name}")
-        with plt.rc_context(cast(Any, STYLE)):
-            figure = draw(run)
-            for suffix in ("png", "pdf"):
-                figure.savefig(folder / f"{name}.{suffix}", dpi=200)
-                figure.set_layout_engine("none")  # laid out once for both
-            plt.close(figure)
-    return list(wanted)
 
 
 def _panels(run: RunFiles, rows: int = 1, height: float = 2.9) -> tuple[Figure, list[list[Axes]]]:
@@ -78,7 +49,8 @@ def _line(ax: Axes, k: list[int], values: dict[str, Any], colour: str, log: bool
 
 def _checkpoint_legend(figure: Figure, records: list[dict[str, Any]], colours: list[str]) -> None:
     lines = [Line2D([], [], color=c, linewidth=2) for c in colours]
-    figure.legend(lines, [f"step {r['step']}" for r in records], loc="outside lower center", ncols=min(6, len(records)), frameon=False)
+    names, columns = [str(r["step"]) for r in records], min(6, len(records))
+    figure.legend(lines, names, title="training step", loc="outside lower center", ncols=columns, frameon=False)
 
 
 def step_norms(run: RunFiles) -> Figure:
@@ -90,7 +62,7 @@ def step_norms(run: RunFiles) -> Figure:
         for record, colour in zip(records, colours, strict=True):
             values = record["groups"][g]["step_norm"]
             _line(ax, list(range(len(values["mean"]))), values, colour, log=True)
-        ax.set(yscale="log", title=f"group {run.names[g]}", xlabel="loop step k")
+        ax.set(yscale="log", title=run.labels[g], xlabel="loop step k")
     axes[0].set_ylabel("step norm ‖D⁽ᵏ⁾‖")
     _checkpoint_legend(figure, records, colours)
     return figure
@@ -109,7 +81,7 @@ def step_cosines(run: RunFiles) -> Figure:
             ax.axhline(0, color="#888888", linewidth=0.8)
             ax.set(ylim=(-1.05, 1.05), xlabel="loop step k")
             if row == 0:
-                ax.set_title(f"group {run.names[g]}")
+                ax.set_title(run.labels[g])
         axes[row][0].set_ylabel("cos(D⁽ᵏ⁾, D⁽ᵏ⁻¹⁾)\n" + ("first steps" if last else "all steps"))
     _checkpoint_legend(figure, records, colours)
     return figure
@@ -128,7 +100,7 @@ def accelerations(run: RunFiles) -> Figure:
         ax.set(xlabel="loop step k", title=label, **({"yscale": "log"} if log else {"ylim": (0, 1.05)}))
     axes[0].set_ylabel("acceleration")
     lines = [Line2D([], [], color=GROUP_COLOURS[g % len(GROUP_COLOURS)], linewidth=2) for g in range(len(run.names))]
-    figure.legend(lines, [f"group {n}" for n in run.names], loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(lines, run.labels, loc="outside lower center", ncols=6, frameon=False)
     return figure
 
 
@@ -148,8 +120,7 @@ def drift_to_loop(run: RunFiles) -> Figure:
                 shown = [math.nan if v is None else v for v in values]
                 ax.plot(steps, shown, style, color=colour, marker=marker, markersize=size, markerfacecolor="none", linewidth=1.4)
         ax.axhline(1, color="#444444", linewidth=0.9)
-        boundary = run.last["boundaries"][b]
-        ax.set(yscale="symlog", xlabel="training step", title=f"group {boundary['from']} → {boundary['to']}")
+        ax.set(yscale="symlog", xlabel="training step", title=boundary_label(b, run.last["boundaries"][b]))
         ax.margins(y=0.12)
         ax.set_ylim(bottom=-0.15)
     axes[0][0].set_ylabel("Drift-to-Loop Ratio (line: 1)")
@@ -169,7 +140,7 @@ def limit(run: RunFiles) -> Figure:
         _line(ax, list(range(len(values["mean"]))), values, colour, log=True)
         rate = group["limit"]["contraction_rate"]["mean"]
         shown = "no rate" if rate is None else f"{rate:.2f} a step"
-        ax.plot([], [], color=colour, linewidth=2, label=f"group {group['name']}: {shown}")
+        ax.plot([], [], color=colour, linewidth=2, label=f"{run.labels[g]}: {shown}")
     steps = run.last["groups"][0]["limit"]["loops"]
     ax.set(yscale="log", xlabel="loop step k", ylabel=f"distance to the state at step {steps}")
     ax.legend(frameon=False)
@@ -181,7 +152,7 @@ def trajectories(run: RunFiles) -> Figure:
     assert run.sequence is not None
     sequence = run.sequence
     figure, (ax, zoom) = plt.subplots(1, 2, figsize=(8.4, 4.0), width_ratios=(1.25, 1))
-    figure.suptitle(f"{_label(run.config.name)}, {sequence['optimizer']}, step {sequence['step']}", fontsize=9, color="#555555")
+    figure.suptitle(f"{_label(run.config.name)}, {run.made_with}, step {sequence['step']}", fontsize=9, color="#555555")
     loops = sequence["loops"]
     for path in sequence["pca"]["paths"]:
         ends = [path["stages"][i] for i in range(len(path["stages"]))]
@@ -199,7 +170,7 @@ def trajectories(run: RunFiles) -> Figure:
         [p[0] for p in points], [p[1] for p in points], c=range(1, 1 + len(points)), cmap="viridis", vmin=0, vmax=loops, s=16, zorder=2
     )
     token = _label(sequence["tokens"][path["token"]])
-    zoom.set(title=f"group {sequence['groups'][g]}, token {path['token']} “{token}”, k ≥ 1", xlabel="PC 1", ylabel="PC 2")
+    zoom.set(title=f"{run.labels[g]}, token {path['token']} “{token}”, k ≥ 1", xlabel="PC 1", ylabel="PC 2")
     share = sequence["pca"]["explained"]
     ax.set(title=f"{len(sequence['pca']['paths'])} tokens", xlabel=f"PC 1 ({share[0]:.0%} of variance)", ylabel=f"PC 2 ({share[1]:.0%})")
     figure.colorbar(shown, ax=zoom, label="loop step k")
@@ -207,7 +178,7 @@ def trajectories(run: RunFiles) -> Figure:
         Line2D([], [], marker="o", linestyle="", markersize=7, markerfacecolor="none", markeredgecolor=GROUP_COLOURS[i % 7])
         for i in range(len(run.names))
     ]
-    figure.legend(marks, [f"leaves group {n}" for n in sequence["groups"]], loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(marks, [f"leaves {label}" for label in run.labels], loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -218,7 +189,7 @@ def verdict_map(run: RunFiles) -> Figure:
     names, rows, tokens = sequence["verdict_names"], sequence["verdicts"], sequence["tokens"]
     n_lines = -(-len(tokens) // MAP_TOKENS)
     figure, axes = plt.subplots(n_lines, 1, figsize=(7.6, n_lines * (0.3 * len(rows) + 0.75) + 0.7), squeeze=False)
-    figure.suptitle(f"{_label(run.config.name)}, {sequence['optimizer']}, step {sequence['step']}", fontsize=9, color="#555555")
+    figure.suptitle(f"{_label(run.config.name)}, {run.made_with}, step {sequence['step']}", fontsize=9, color="#555555")
     turned = 90 if any(len(t) > 2 for t in tokens) else 0
     for line, ax in enumerate(axes[:, 0]):
         first = line * MAP_TOKENS
@@ -228,7 +199,7 @@ def verdict_map(run: RunFiles) -> Figure:
                 ax.add_patch(Rectangle((t, g), 0.94, 0.9, color=VERDICT_COLOURS[names[code]], linewidth=0))
         ax.set(xlim=(0, MAP_TOKENS), ylim=(len(rows), 0), ylabel="group")
         ax.set_xticks([t + 0.5 for t in range(len(shown))], [_label(t[:8]) for t in shown], rotation=turned)
-        ax.set_yticks([g + 0.45 for g in range(len(rows))], sequence["groups"])
+        ax.set_yticks([g + 0.45 for g in range(len(rows))], [group_number(g, name) for g, name in enumerate(sequence["groups"])])
         ax.grid(False)
     axes[-1, 0].set_xlabel("token")
     used = sorted({code for row in rows for code in row})

@@ -4,11 +4,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from twoscale.report.claims import boundary_label
 from twoscale.report.load import RunFiles
 from twoscale.report.style import GROUP_COLOURS, VARIANTS, VERDICT_COLOURS, chosen, ordered_colours, visible
 
 Panel = tuple[str, go.Figure]
 HEIGHT = 330
+EARLY = 10  # loop steps that colours of a trajectory tell apart: later ones lie at one place where a loop settles
 
 
 def step_norms(run: RunFiles) -> list[Panel]:
@@ -23,13 +25,17 @@ def step_cosines(run: RunFiles) -> list[Panel]:
 
 
 def accelerations(run: RunFiles) -> list[Panel]:
-    forms = {"acceleration": "plain", "acceleration_state": "beside the state", "acceleration_steps": "beside the steps, in [0, 1]"}
+    forms = {
+        "acceleration": "plain",
+        "acceleration_state": "divided by the norm of the state",
+        "acceleration_steps": "divided by the norms of both steps, in [0, 1]",
+    }
     panels = []
     for form, title in forms.items():
         figure = go.Figure()
         for g, group in enumerate(run.last["groups"]):
             if form in group:
-                _band(figure, group[form], 1, GROUP_COLOURS[g % len(GROUP_COLOURS)], f"group {group['name']}")
+                _band(figure, group[form], 1, GROUP_COLOURS[g % len(GROUP_COLOURS)], run.labels[g])
         log = form != "acceleration_steps"
         panels.append((title, layout(figure, "loop step k", "acceleration", log)))
     return panels
@@ -50,7 +56,7 @@ def drift_to_loop(run: RunFiles) -> list[Panel]:
                     visible=True if suffix else "legendonly",
                 )  # fmt: skip
         figure.add_hline(y=1, line_color="#888888", line_width=1)
-        panels.append((f"group {boundary['from']} → {boundary['to']}", layout(figure, "training step", "Drift-to-Loop Ratio")))
+        panels.append((boundary_label(b, boundary), layout(figure, "training step", "Drift-to-Loop Ratio")))
     return panels
 
 
@@ -58,7 +64,7 @@ def limit(run: RunFiles) -> list[Panel]:
     figure = go.Figure()
     for g, group in enumerate(run.last["groups"]):
         if "limit" in group:
-            _band(figure, group["limit"]["distance"], 0, GROUP_COLOURS[g % len(GROUP_COLOURS)], f"group {group['name']}")
+            _band(figure, group["limit"]["distance"], 0, GROUP_COLOURS[g % len(GROUP_COLOURS)], run.labels[g])
     steps = next(g["limit"]["loops"] for g in run.last["groups"] if "limit" in g)
     return [("all groups", layout(figure, "loop step k", f"distance to the state at step {steps}", log=True))]
 
@@ -73,17 +79,20 @@ def trajectories(run: RunFiles) -> list[Panel]:
         for g, points in enumerate(path["groups"]):
             x, y, z = (list(axis) for axis in zip(*points, strict=True))
             figure.add_scatter3d(
-                x=x, y=y, z=z, mode="lines+markers", name=f"group {sequence['groups'][g]}", legendgroup=str(g),
+                x=x, y=y, z=z, mode="lines+markers", name=run.labels[g], legendgroup=str(g),
                 showlegend=path is sequence["pca"]["paths"][0], line={"color": GROUP_COLOURS[g % len(GROUP_COLOURS)], "width": 2},
-                marker={"size": 3, "color": list(range(len(points))), "colorscale": "Viridis"},
-                hovertemplate=f"{token}, group {sequence['groups'][g]}, step %{{marker.color}}<extra></extra>",
+                marker={"size": 3, "color": list(range(len(points))), "colorscale": "Viridis", "cmin": 0, "cmax": EARLY},
+                hovertemplate=f"{token}, {run.labels[g]}, step %{{marker.color}}<extra></extra>",
             )  # fmt: skip
     share = sequence["pca"]["explained"]
     figure.update_layout(
-        scene={axis: {"title": f"PC {i + 1} ({share[i]:.0%})"} for i, axis in enumerate(("xaxis", "yaxis", "zaxis"))},
+        scene={
+            "camera": {"eye": {"x": 1.5, "y": 1.5, "z": 0.9}},
+            **{a: {"title": f"PC {i + 1} ({share[i]:.0%})", "showbackground": False} for i, a in enumerate(("xaxis", "yaxis", "zaxis"))},
+        },
         margin={"l": 0, "r": 0, "t": 6, "b": 0}, height=460, legend={"orientation": "h"}, template="plotly_white",
     )  # fmt: skip
-    return [("all groups; markers go from dark (step 0) to light", figure)]
+    return [(f"all groups; markers go from violet (step 0) to yellow (step {EARLY} and later)", figure)]
 
 
 def verdict_map(run: RunFiles) -> list[Panel]:
@@ -96,7 +105,7 @@ def verdict_map(run: RunFiles) -> list[Panel]:
     labels = [f"{t} {visible(token)}" for t, token in enumerate(sequence["tokens"])]
     figure = go.Figure(
         go.Heatmap(
-            z=sequence["verdicts"], x=labels, y=[f"group {n}" for n in sequence["groups"]], zmin=-0.5, zmax=len(names) - 0.5,
+            z=sequence["verdicts"], x=labels, y=run.labels, zmin=-0.5, zmax=len(names) - 0.5,
             colorscale=scale, xgap=1, ygap=3, hovertemplate="%{y}, token %{x}<extra></extra>",
             colorbar={"tickvals": list(range(len(names))), "ticktext": names, "thickness": 12},
         )
@@ -110,12 +119,12 @@ def verdict_map(run: RunFiles) -> list[Panel]:
 def _over_training(run: RunFiles, statistic: str, label: str, first_k: int, log: bool = False) -> list[Panel]:
     records = chosen(run.geometry)
     panels = []
-    for g, name in enumerate(run.names):
+    for g, label_of in enumerate(run.labels):
         figure = go.Figure()
         for record, colour in zip(records, ordered_colours(len(records)), strict=True):
             if statistic in record["groups"][g]:
-                _band(figure, record["groups"][g][statistic], first_k, colour, f"step {record['step']}")
-        panels.append((f"group {name}", layout(figure, "loop step k", label, log)))
+                _band(figure, record["groups"][g][statistic], first_k, colour, f"training step {record['step']}")
+        panels.append((label_of, layout(figure, "loop step k", label, log)))
     return panels
 
 

@@ -8,7 +8,11 @@ from twoscale.config import RunConfig, UserError
 from twoscale.config.run_file import load_config
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_jsonl, read_steps
-from twoscale.tradeoff.summary import Sweep, read_calibration, read_evaluation, read_sweep
+from twoscale.config.words import group_label, plural
+from twoscale.tradeoff.summary import Sweep, read_calibration_of, read_evaluation, read_sweep
+
+OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
+BUILTIN = "the language reference and the docstrings that ship with Python"  # what `builtin` stands for
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,14 @@ class RunFiles:
     """sweep.jsonl, where there is one."""
     calibration: dict[str, Any] | None = None
     """calibration.json, where there is one."""
-    recipe: bool = True
-    """Whether the config tells how the model was trained; a converted one's may not."""
     samples: dict[str, Any] | None = None
     """samples.json: texts that the model wrote with a rule, where they are of the checkpoint that was swept."""
+    recipe: bool = True
+    """Whether the config tells how the model was trained; a converted one's may not."""
+    converted: bool = False
+    """Whether the model was trained elsewhere, on other text than it is measured on."""
+    trained_on: str | None = None
+    """What a converted model was trained on, where that is known."""
 
     @property
     def last(self) -> dict[str, Any]:
@@ -40,20 +48,53 @@ class RunFiles:
 
     @property
     def names(self) -> list[str]:
-        """The groups' names."""
+        """The groups' layers: `5-6`."""
         return [g["name"] for g in self.last["groups"]]
+
+    @property
+    def labels(self) -> list[str]:
+        """What the page and the figures call the groups: `group 2 (layers 5-6)`."""
+        return [group_label(g, name) for g, name in enumerate(self.names)]
 
     @property
     def trained_by(self) -> str:
         """How the model was trained; every figure says it."""
-        return f"{self.config.name}, {self.config.train.optimizer if self.recipe else 'made elsewhere'}, step {self.last['step']}"
+        return f"{self.config.name}, {self.made_with}, step {self.last['step']}"
+
+    @property
+    def made_with(self) -> str:
+        """The optimizer, where it is known."""
+        return OPTIMIZERS[self.config.train.optimizer] if self.recipe else "made elsewhere"
+
+    @property
+    def text(self) -> str:
+        """What the held-out text is of; with a word on the one in the package where `training` has none."""
+        return self._source(self.last, explained=self.converted)
+
+    def _source(self, record: dict[str, Any], explained: bool = True) -> str:
+        """The text that a record was measured on."""
+        name = str(record.get("source") or Path(self.config.data.source).name)
+        return f"builtin ({BUILTIN})" if name == "builtin" and explained else name
+
+    @property
+    def tokens(self) -> str:
+        """What a token is."""
+        return (
+            "a token is a byte"
+            if self.config.data.tokenizer == "bytes"
+            else f"vocabulary of {plural(self.config.model.vocab_size, 'token')}"
+        )
 
     @property
     def training(self) -> str:
-        """The same in a sentence."""
+        """How the model was trained, in a sentence: optimizer, steps, tokens, and on which text."""
         if not self.recipe:
             return "made elsewhere (its training is not known here)"
-        return f"trained with {self.config.train.optimizer} for {self.last['step']} steps ({self.last['trained_tokens']:,} tokens)"
+        tokens = plural(self.last["trained_tokens"], "token")
+        words = f"trained with {self.made_with} for {plural(self.last['step'], 'step')} ({tokens})"
+        if not self.converted:
+            return f"{words} on {self._source(self.geometry[0])}"
+        return f"{words} {f'on {self.trained_on}' if self.trained_on else 'elsewhere'}, not on the text that it is measured on here"
 
 
 def load_run(folder: Path) -> RunFiles:
@@ -65,9 +106,8 @@ def load_run(folder: Path) -> RunFiles:
     geometry = read_geometry(files.geometry)
     if not geometry:
         raise UserError(f"{folder} has no {files.geometry.name}: run `twoscale trace {folder}` first")
-    sweep, calibration = read_sweep(files.sweep, config.model.mean_loops), read_calibration(files.calibration)
-    if sweep is not None and calibration is not None and calibration.get("weights") != sweep.header.get("weights"):
-        calibration = None  # of another checkpoint than what the page shows
+    sweep = read_sweep(files.sweep, config.model.mean_loops)
+    source = _optional(files.source) or {}
     return RunFiles(
         folder,
         config,
@@ -76,9 +116,11 @@ def load_run(folder: Path) -> RunFiles:
         _optional(files.sequence),
         read_evaluation(files.evaluation),
         sweep,
-        calibration,
-        (_optional(files.source) or {}).get("recipe", True) is True,
+        read_calibration_of(folder, sweep),
         _samples(folder, sweep),
+        recipe=source.get("recipe", True) is True,
+        converted=bool(source),
+        trained_on=on if isinstance(on := source.get("trained_on"), str) else None,
     )
 
 

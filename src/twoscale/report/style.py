@@ -13,6 +13,7 @@ VARIANTS = {
     "input": ("#666666", "x", "x"),
 }
 FAMILIES = {  # curve of a sweep -> (label, colour, matplotlib's marker, plotly's symbol); the paper's three rules in its colours
+    "full": ("full run", "#444444", ".", "circle"),
     "step-norm": ("step norm", "#0072B2", "o", "circle"),
     "kl": ("KL", "#E69F00", "s", "square"),
     "acceleration": ("acceleration", "#009E73", "^", "triangle-up"),
@@ -58,14 +59,14 @@ def step_colour(share: float) -> str:
 
 def step_share(steps: Sequence[int], loops: Sequence[int]) -> float:
     """0 for a token that left every group at its first step, 1 for one that took all."""
-    return sum((k - 1) / max(1, most - 1) for k, most in zip(steps, loops, strict=True)) / max(1, len(loops))
+    return sum((k - 1) / max(1, limit - 1) for k, limit in zip(steps, loops, strict=True)) / max(1, len(loops))
 
 
-def chosen(records: Sequence[dict[str, Any]], most: int = 6) -> list[dict[str, Any]]:
+def chosen(records: Sequence[dict[str, Any]], limit: int = 6) -> list[dict[str, Any]]:
     """At most so many records, the first and the last among them: more lines than that cannot be told apart."""
-    if len(records) <= most:
+    if len(records) <= limit:
         return list(records)
-    places = sorted({round(i * (len(records) - 1) / (most - 1)) for i in range(most)})
+    places = sorted({round(i * (len(records) - 1) / (limit - 1)) for i in range(limit)})
     return [records[i] for i in places]
 
 

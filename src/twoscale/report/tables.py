@@ -1,27 +1,34 @@
 """Tables of the page."""
 
 import html
+import math
 import re
 from typing import Any
 
+from twoscale.config.words import all_loops, plural
+from twoscale.report.advice import sample_words
+from twoscale.report.claims import boundary_label
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look, step_colour, visible
+from twoscale.report.tradeoff_figures import short_name
 from twoscale.report.words import evaluation_text, signed, sweep_text
+from twoscale.tradeoff.choice import Choice, name_of
 from twoscale.tradeoff.summary import Sweep
 
 
 def group_table(run: RunFiles) -> str:
     head = ["group", "verdict", "step norm k = 0", "k = 1", "k = 5", "k = 10", "last", "cosine k = 1", "k = 5", "k = 10"]
-    head += ["contraction rate", "spectral radius (largest)"]
+    head += ["contraction rate (mean)", "spectral radius (largest)"]
     rows = []
-    for g in run.last["groups"]:
+    for label, g in zip(run.labels, run.last["groups"], strict=True):
         norms, cosines = g["step_norm"]["mean"], g.get("step_cosine", {"mean": []})["mean"]
         numbers = [*(_at(norms, k) for k in (0, 1, 5, 10)), norms[-1], *(_at(cosines, k - 1) for k in (1, 5, 10))]
         limit = g.get("limit")
         numbers += [limit["contraction_rate"]["mean"], limit["spectral_radius"]["max"]] if limit else [None, None]
         cells = "".join(f"<td class='n'>{_number(v)}</td>" for v in numbers)
-        rows.append(f"<tr><td>{html.escape(str(g['name']))}</td><td>{html.escape(str(g['verdict']))}</td>{cells}</tr>")
-    return table(f"Steps at the last checkpoint (step {run.last['step']}), mean over tokens", head, rows)
+        rows.append(f"<tr><td>{html.escape(label)}</td><td>{html.escape(str(g['verdict']))}</td>{cells}</tr>")
+    where = plural(int(run.last["tokens"]), "token")
+    return table(f"Loop steps at the last checkpoint (training step {run.last['step']}), mean over {where}", head, rows)
 
 
 def drift_table(run: RunFiles) -> str:
@@ -41,24 +48,39 @@ def drift_table(run: RunFiles) -> str:
             cells = "".join(
                 f"<td class='n'>{_number(dlr[v]['mean'])}</td>" for v in [*variants, *(v.removesuffix("_k1") for v in variants)]
             )
-            where = html.escape(f"{boundary['from']} → {boundary['to']}")
+            where = html.escape(boundary_label(b, boundary))
             rows.append(f"<tr><td>{where}</td><td class='n'>{int(record['step'])}</td>{cells}</tr>")
-    note = "Drift-to-Loop Ratio, mean over tokens; the first row of a boundary is the control: what the ratio was at the first measurement"
-    return table(note, head, rows)
+    return table(f"Drift-to-Loop Ratio (DLR), mean over tokens{_control(run)}", head, rows)
+
+
+def _control(run: RunFiles) -> str:
+    """What the first row of a boundary is."""
+    if len(run.geometry) < 2:
+        return ""
+    if run.geometry[0]["step"] == 0:
+        return "; training step 0 is the control: what an untrained model gives"
+    return f"; training step {run.geometry[0]['step']} is the first that was measured"
 
 
 def evaluation_table(evaluation: dict[str, Any]) -> str:
-    loops = evaluation["cross_entropy_by_loops"]
-    cells = "".join(f"<td class='n'>{v:.4f}</td>" for v in loops.values())
-    head, bigram = [f"{k} loop{'s' if k != '1' else ''}" for k in loops], evaluation["bigram_cross_entropy"]
-    if bigram is not None:
-        head, cells = [*head, "bigram"], f"{cells}<td class='n'>{bigram:.4f}</td>"
-    return table(f"Cross-entropy in nats a token on {evaluation_text(evaluation)}", head, [f"<tr>{cells}</tr>"])
+    """Loss at several depths, in nats a token and, where the bytes were counted, in bits per byte."""
+    losses = {plural(int(k), "loop"): ce for k, ce in evaluation["cross_entropy_by_loops"].items()}
+    if evaluation["bigram_cross_entropy"] is not None:
+        losses["bigram"] = evaluation["bigram_cross_entropy"]
+    units = {"nats a token": 1.0}
+    if evaluation.get("bytes"):
+        units["bits per byte"] = evaluation["tokens"] / evaluation["bytes"] / math.log(2)
+    rows = []
+    for unit, scale in units.items():
+        cells = "".join(f"<td class='n'>{scale * ce:.4f}</td>" for ce in losses.values())
+        rows.append(f"<tr><td>{unit}</td>{cells}</tr>")
+    return table(f"Cross-entropy on {evaluation_text(evaluation)}", ["", *losses], rows)
 
 
 def table(caption: str, head: list[str], rows: list[str]) -> str:
     cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
-    return f"<h3>{html.escape(caption)}</h3><div class='scroll'><table><tr>{cells}</tr>{''.join(rows)}</table></div>"
+    title = f"<h3>{html.escape(caption)}</h3>" if caption else ""
+    return f"{title}<div class='scroll'><table><tr>{cells}</tr>{''.join(rows)}</table></div>"
 
 
 def prose(text: str) -> str:
@@ -76,8 +98,8 @@ def _number(value: float | None) -> str:
 
 def sweep_table(sweep: Sweep) -> str:
     """Every point of the sweep; folded, because there are many."""
-    head = ["curve", "setting", "mean steps", "by group (spread)", "CE", "PPL", "dCE", "95 % interval", "agreement", "MFLOP a token"]
-    head += ["ms a token", "interval", "Pareto front"]
+    head = ["curve", "setting", "mean steps", "in each group (standard deviation)", "CE", "PPL", "dCE", "95 % interval", "agreement"]
+    head += ["MFLOP a token", "ms a token", "95 % interval", "Pareto front of"]
     fronts = {cost: {p["id"] for p in sweep.front(cost)} for cost in ("flops", "ms")}
     rows = []
     for p in sweep.points:
@@ -86,20 +108,27 @@ def sweep_table(sweep: Sweep) -> str:
         numbers = [
             f"{p['mean_steps']:.2f}", by_group, f"{p['ce']:.4f}", f"{p['ppl']:.3f}", signed(p["dce"]),
             f"{signed(p['dce_low'])} … {signed(p['dce_high'])}",
-            f"{p['agree']:.1%}", f"{p['flops'] / 1e6:.2f}", f"{p['ms']:.2f}" if timed else "–",
+            f"{100 * p['agree']:.1f} %", f"{p['flops'] / 1e6:.2f}", f"{p['ms']:.2f}" if timed else "–",
             f"{p['ms_low']:.2f} … {p['ms_high']:.2f}" if timed else "–", ", ".join(c for c in fronts if p["id"] in fronts[c]),
         ]  # fmt: skip
         cells = "".join(f"<td class='n'>{html.escape(n)}</td>" for n in numbers)
-        rows.append(f"<tr><td>{html.escape(family_look(p['family'])[0])}</td><td>{html.escape(p['label'] or p['id'])}</td>{cells}</tr>")
+        rows.append(f"<tr><td>{html.escape(family_look(p['family'])[0])}</td><td>{html.escape(_setting(p, sweep))}</td>{cells}</tr>")
     h = sweep.header
+    rounds = plural(sweep.rounds, "round")
     note = (
-        f"{h['checkpoint']}, {sweep_text(h)}; at most {h['loops']} loops, dCE against all {h['loops']} loops, {sweep.rounds} "
-        f"round{'s' if sweep.rounds != 1 else ''} of timing"
+        f"{h['checkpoint']}, {sweep_text(h)}; at most {plural(h['loops'], 'loop')}, dCE against {all_loops(h['loops'])} (the full run). "
+        f"ms a token: time divided by the full run's in the same rounds, times the full run's median over {rounds} of timing"
     )
     return f"<details><summary>All {len(rows)} points of the sweep</summary>{table(note, head, rows)}</details>"
 
 
-def samples_section(found: dict[str, Any]) -> str:
+def _setting(point: dict[str, Any], sweep: Sweep) -> str:
+    """A point's name in the table, the default depth marked."""
+    default = point["id"] == f"fixed:{sweep.header.get('mean_loops')}"
+    return name_of(point, sweep.header["loops"]) + (" (the default depth)" if default else "")
+
+
+def samples_section(found: dict[str, Any], choice: Choice | None) -> str:
     """Texts that the model wrote, each token on the colour of its steps."""
     means = [sum(steps) / max(1, len(steps)) for sample in found["samples"] for _, steps in sample["tokens"]] or [0.0]
     low, high = min(means), max(means)
@@ -108,15 +137,18 @@ def samples_section(found: dict[str, Any]) -> str:
         spans = []
         for piece, steps in sample["tokens"]:
             colour = step_colour((sum(steps) / max(1, len(steps)) - low) / max(1e-9, high - low))
-            told = " / ".join(str(int(k)) for k in steps)
-            spans.append(f"<span class='tok' style='background:{colour}' title='{told} steps'>{html.escape(str(piece))}</span>")
+            steps_text = " / ".join(str(int(k)) for k in steps)
+            spans.append(f"<span class='tok' style='background:{colour}' title='{steps_text} steps'>{html.escape(str(piece))}</span>")
         texts.append(f"<div class='sample'><span class='given'>{html.escape(str(sample['prompt']))}</span>{''.join(spans)}</div>")
-    stops = ", ".join(step_colour(i / 10) for i in range(11))
+    stops, loops = ", ".join(step_colour(i / 10) for i in range(11)), int(found["loops"])
+    ramp = f"{low:.1f} <span class='ramp' style='background:linear-gradient(to right, {stops})'></span> {high:.1f}"
+    colours = (
+        f"Colour: steps of a token, mean over groups, {ramp}." if high > low else f"Every token took {low:.1f} steps, mean over groups."
+    )
     return (
-        f"<section class='samples'><h2>What it writes</h2><p>Beginnings of held-out documents (grey) and how the model goes on; exit rule: "
-        f"{html.escape(str(found['rule']))}, at most {int(found['loops'])} steps; temperature {found['temperature']:g}, seed "
-        f"{int(found['seed'])}. Colour: steps of a token, mean over groups, {low:.1f}<span class='ramp' "
-        f"style='background:linear-gradient(to right, {stops})'></span>{high:.1f}.</p>{''.join(texts)}</section>"
+        f"<section class='samples'><h2>What it writes</h2><p>Beginnings of held-out documents (grey) and how the model goes on; "
+        f"{html.escape(sample_words(str(found['rule']), choice, loops))}; at most {plural(loops, 'step')} in each group; temperature "
+        f"{found['temperature']:g}, seed {int(found['seed'])}. {colours}</p>{''.join(texts)}</section>"
     )
 
 
@@ -126,7 +158,6 @@ def token_table(point: dict[str, Any]) -> str:
     for entry in point["hard"]["tokens"]:
         cells = "".join(f"<td class='n'>{value}</td>" for value in (entry["count"], f"{entry['steps']:.2f}", f"{entry['loss']:.2f}"))
         rows.append(f"<tr><td><code>{html.escape(visible(str(entry['token'])))}</code></td>{cells}</tr>")
-    inside = table("", ["token", "times", "mean steps", "mean loss (nats)"], rows)
-    return (
-        f"<details><summary>Tokens that take longest and shortest, {html.escape(point['id'])}</summary>{inside}</details>" if rows else ""
-    )
+    inside = table("", ["token", "times", "mean steps", "mean loss of the next token (nats)"], rows)
+    title = f"Tokens that take longest and shortest, {html.escape(short_name(point))}"
+    return f"<details><summary>{title}</summary>{inside}</details>" if rows else ""

@@ -8,9 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from twoscale.config.words import group_label
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look, visible
-from twoscale.report.verdict import BASELINES, best
+from twoscale.tradeoff.choice import BASELINES, FLAT
 from twoscale.tradeoff.summary import ORACLES, Sweep
 
 PAPER = ("step-norm", "kl", "acceleration")
@@ -28,7 +29,7 @@ def shown_points(sweep: Sweep) -> list[dict[str, Any]]:
     for family in rules_of(sweep):
         points = [p for p in sweep.family(family) if "hard" in p]
         if points:
-            found.append(best(sweep, (family,)) or min(points, key=lambda p: p["dce"]))
+            found.append(sweep.cheapest((family,), FLAT) or min(points, key=lambda p: p["dce"]))
     return found
 
 
@@ -133,7 +134,7 @@ def steps_taken(run: RunFiles) -> Figure:
                 color=family_look(p["family"])[1],
                 linewidth=1.5,
             )
-        ax.set(title=f"group {run.names[g]}" if g < len(run.names) else "", xlabel="steps taken")
+        ax.set(title=run.labels[g] if g < len(run.labels) else group_label(g), xlabel="steps taken")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes[0][0].set_ylabel("share of tokens")
     handles = [Line2D([], [], color=family_look(p["family"])[1], label=short_name(p)) for p in shown]
@@ -152,7 +153,7 @@ def hard_tokens(run: RunFiles) -> Figure:
         ax.plot(
             x, y, color=family_look(p["family"])[1], marker=family_look(p["family"])[2], markersize=4.5, linewidth=1.4, label=short_name(p)
         )
-    ax.set(xlabel="loss of the token in the full run (nats), eighths", ylabel="mean steps")
+    ax.set(xlabel="loss of the next token in the full run (nats), eighths", ylabel="mean steps")
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(5, max(1, len(labels))), frameon=False)
     p = slowest_of(run.sweep)

@@ -4,11 +4,13 @@ import math
 
 import plotly.graph_objects as go
 
+from twoscale.config.words import group_label
 from twoscale.report.interactive import Panel, layout
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look, visible
 from twoscale.report.tradeoff_figures import CURVES, PAPER, rules_of, short_name, shown_points, slowest_of
-from twoscale.report.verdict import rise
+from twoscale.report.words import rise
+from twoscale.tradeoff.choice import name_of
 from twoscale.tradeoff.summary import ORACLES
 
 Hover = "%{text}<br>%{x:.3g}, %{y:.4f}<extra></extra>"
@@ -53,10 +55,10 @@ def tradeoff(run: RunFiles) -> list[Panel]:
             figure.add_scatter(
                 x=[p[cost] * scale for p in points], y=[_squeezed(p["dce"]) for p in points], name=name,
                 mode="markers" if lone else "lines+markers",
-                text=[f"{p['id']}: {p['mean_steps']:.2f} steps, dCE {rise(p)}" for p in points],
+                text=[f"{name_of(p, sweep.header['loops'])}: {p['mean_steps']:.2f} steps, dCE {rise(p)}" for p in points],
                 line={"color": colour, "width": 1.8, "dash": "dash" if family in ORACLES else "solid"},
                 marker={"symbol": symbol, "size": 13 if family == "calibrated" else 7, "color": colour},
-                hovertemplate="%{text}<br>%{x:.3g}<extra></extra>", visible="legendonly" if family == "fixed-one" else True,
+                hovertemplate="%{text}<br>%{x:.3g}<extra></extra>",
             )  # fmt: skip
         front = sweep.front(cost)
         figure.add_scatter(
@@ -66,11 +68,19 @@ def tradeoff(run: RunFiles) -> list[Panel]:
         )  # fmt: skip
         layout(figure, label, "CE above the full run (nats)")
         figure.update_layout(height=480)
-        figure.update_xaxes(type="log", dtick="D2")
-        ticks = [-0.1, -0.01, 0.0, 0.001, 0.01, 0.1, 1.0]
-        figure.update_yaxes(tickvals=[_squeezed(t) for t in ticks], ticktext=[f"{t:+g}" if t else "0" for t in ticks])
+        costs = [p[cost] * scale for p in sweep.points if p.get(cost) is not None]
+        ticks = log_ticks(min(costs), max(costs))
+        figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+        rises = [-0.1, -0.01, 0.0, 0.001, 0.01, 0.1, 1.0]
+        figure.update_yaxes(tickvals=[_squeezed(r) for r in rises], ticktext=[f"{r:+g}" if r else "0" for r in rises])
         panels.append((f"CE against {'FLOPs' if cost == 'flops' else 'time'}", figure))
     return panels
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten from below `low` to above `high`; plotly's own ticks leave the power out."""
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    return [m * 10.0**d for d in decades for m in (1, 2, 5) if low / 2.5 <= m * 10.0**d <= high * 2.5]
 
 
 def _squeezed(rise: float) -> float:
@@ -91,7 +101,7 @@ def steps_taken(run: RunFiles) -> list[Panel]:
             )  # fmt: skip
         layout(figure, "steps taken", "share of tokens")
         figure.update_yaxes(tickformat=".0%")
-        panels.append((f"group {run.names[g]}" if g < len(run.names) else f"group {g + 1}", figure))
+        panels.append((run.labels[g] if g < len(run.labels) else group_label(g), figure))
     return panels
 
 
@@ -105,7 +115,7 @@ def hard_tokens(run: RunFiles) -> list[Panel]:
             mode="lines+markers", line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 7},
             hovertemplate="loss %{x:.2f}: %{y:.2f} steps",
         )  # fmt: skip
-    layout(figure, "loss in the full run (nats), eighths", "mean steps")
+    layout(figure, "loss of the next token, full run (nats), eighths", "mean steps")
     p = slowest_of(run.sweep)
     tokens = p["hard"]["tokens"][::-1]
     bars = go.Figure()
@@ -117,4 +127,4 @@ def hard_tokens(run: RunFiles) -> list[Panel]:
     layout(bars, "mean steps", "")
     bars.update_layout(height=480, margin={"l": 90})
     bars.update_yaxes(tickfont={"size": 10}, type="category")
-    return [("mean steps against the token's loss", figure), (f"tokens that take longest and shortest, {p['id']}", bars)]
+    return [("mean steps against the loss of the next token", figure), (f"tokens that take longest and shortest, {short_name(p)}", bars)]

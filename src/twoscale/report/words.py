@@ -8,15 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from twoscale.config.words import MARGIN, all_loops, plural, text_words
+
 FEWEST = 4  # documents (or pieces, or windows); an interval over fewer is not used
 DIGITS = {"steps": 3, "ce": 4}  # of a printed difference
-MARGIN = 0.05  # counted FLOPs are called fewer from this share on
-PARTS = {  # part of the held-out text -> words
-    "fit": "the fit part of the held-out text",
-    "certify": "the certify part of the held-out text",
-    "report": "the report part of the held-out text",
-    "all": "spread over all held-out text",
-}
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------
@@ -44,13 +39,13 @@ def change(value: float, base: float, less: str = "less", more: str = "more") ->
 
 
 def default_depth(mean_loops: int) -> str:
-    return f"the default of {mean_loops} loop{'s' if mean_loops != 1 else ''}"
+    return f"the default of {plural(mean_loops, 'loop')}"
 
 
 def against_default(steps: float, mean_loops: int) -> str:
     """Loop work of one text, as mean steps of a looped layer, beside the default depth's."""
-    told = change(steps, mean_loops)
-    return f"{told} loop work than {default_depth(mean_loops)}" if told else f"as much loop work as {default_depth(mean_loops)}"
+    sentences = change(steps, mean_loops)
+    return f"{sentences} loop work than {default_depth(mean_loops)}" if sentences else f"as much loop work as {default_depth(mean_loops)}"
 
 
 def mean_steps(steps: Sequence[float], layers: Sequence[int]) -> float:
@@ -59,17 +54,6 @@ def mean_steps(steps: Sequence[float], layers: Sequence[int]) -> float:
 
 
 # -- texts -------------------------------------------------------------------------------------------------------
-
-
-def text_words(part: str, tokens: int, clusters: int | None = None, by: str | None = None, source: str | None = None) -> str:
-    """Which text a loss was measured on: how many tokens, of how many documents, of which part of which source.
-
-    Files of older versions name no source.
-    """
-    units = {"pieces": "pieces of documents"}.get(by or "", by)
-    joint = "in" if by == "windows" else "of"
-    counted = f"{tokens:,} tokens" + (f" {joint} {clusters:,} {units}" if clusters is not None and by is not None else "")
-    return f"{counted}, {PARTS[part]}" + (f" of {source}" if source else "")
 
 
 def sweep_text(header: Mapping[str, Any]) -> str:
@@ -88,18 +72,22 @@ def evaluation_text(found: Mapping[str, Any]) -> str:
 
 
 def losses_note(evaluation: Mapping[str, Any] | None, sweep: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> str:
-    """Which losses of a page belong to which text; empty where there is one text only."""
-    told = []
+    """Which losses of a page belong to which tokens; empty where there is one text only."""
+    sentences = []
     if evaluation is not None:
-        told.append(f"the loss by loops is of {evaluation_text(evaluation)}")
+        sentences.append(f"the loss by loops is of {evaluation_text(evaluation)}")
     if sweep is not None:
-        told.append(f"the sweep's losses are of {sweep_text(sweep)}")
+        sentences.append(f"the sweep's losses are of {sweep_text(sweep)}")
     if calibration is not None:
-        told.append(f"the calibration's bound is of {calibration_text(calibration, 'certify')}")
-        told.append(f"its report of {calibration_text(calibration, 'report')}")
-    if len(told) < 2:
+        sentences.append(f"the calibration's bound is of {calibration_text(calibration, 'certify')}")
+        sentences.append(f"its losses are of {calibration_text(calibration, 'report')}")
+    if len(sentences) < 2:
         return ""
-    return f"These losses are of different parts of the held-out text and are not to be compared with each other: {'; '.join(told)}."
+    note = f"These losses are of different tokens and are not to be compared with each other: {'; '.join(sentences)}."
+    if sweep is None or calibration is None:
+        return note
+    tokens = plural(sweep["tokens"], "token"), plural(calibration["tokens"]["report"], "token")
+    return f"{note} The report part is one set of documents: the sweep reads {tokens[0]} of it, the calibration {tokens[1]}."
 
 
 # -- calibration -------------------------------------------------------------------------------------------------
@@ -110,15 +98,15 @@ def calibration_sentences(found: Mapping[str, Any], mean_loops: int | None) -> l
     and with a fixed depth that were certified in the same way. A file of an older version gets only what follows from it."""
     r = found["report"]
     mine = r["calibrated"]
-    told = [_bound_words(found)]
-    told.append(
+    sentences = [_bound_words(found)]
+    sentences.append(
         f"On {calibration_text(found, 'report')}, which neither fitting nor certifying has seen: {mine['mean_steps']:.2f} steps, "
-        f"CE {mine['ce']:.4f}, dCE {rise(mine)} nats against all {found['loops']} loops."
+        f"CE {mine['ce']:.4f}, dCE {rise(mine)} nats against {all_loops(found['loops'])}."
     )
-    told.append(_default_words(found, found.get("mean_loops", mean_loops)))
-    told.append(_rival_words(found, "single"))
-    told.append(_rival_words(found, "fixed"))
-    return [words for words in told if words]
+    sentences.append(_default_words(found, found.get("mean_loops", mean_loops)))
+    sentences.append(_rival_words(found, "single"))
+    sentences.append(_rival_words(found, "fixed"))
+    return [words for words in sentences if words]
 
 
 def _bound_words(found: Mapping[str, Any]) -> str:
@@ -127,9 +115,14 @@ def _bound_words(found: Mapping[str, Any]) -> str:
     if not math.isfinite(found["bound"]):
         return f"No bound can be given: {calibration_text(found, 'certify')} is too little."
     return (
-        f"Certified on {calibration_text(found, 'certify')}: the loss rises by no more than {found['bound']:.4f} nats a token over all "
-        f"{found['loops']} loops (confidence {100 * (1 - found['delta']):.4g} %)."
+        f"Certified on {calibration_text(found, 'certify')}: the loss lies no more than {found['bound']:.4f} nats a token above the loss "
+        f"at {plural(found['loops'], 'loop')} ({confidence(found)})."
     )
+
+
+def confidence(found: Mapping[str, Any]) -> str:
+    """`confidence 95 %`, of a calibration."""
+    return f"confidence {100 * (1 - found['delta']):.4g} %"
 
 
 def _difference(found: Mapping[str, Any], name: str) -> Mapping[str, float] | None:
@@ -152,13 +145,13 @@ def _default_words(found: Mapping[str, Any], mean_loops: int | None) -> str:
         return ""
     steps, difference = found["report"]["calibrated"]["mean_steps"], _difference(found, "default")
     if difference is None:
-        return f"{default_depth(mean_loops).capitalize()} takes {mean_loops} steps."
-    told = change(steps, mean_loops, "fewer", "more")
+        return f"{default_depth(mean_loops).capitalize()} takes {plural(mean_loops, 'step')}."
+    sentences = change(steps, mean_loops, "fewer", "more")
     if found["clusters"]["report"] < FEWEST:
         return f"Too little text to tell a difference in steps from {default_depth(mean_loops)}."
-    if not told or _side(found, difference, "steps") == 0:
+    if not sentences or _side(found, difference, "steps") == 0:
         return f"No difference in steps from {default_depth(mean_loops)}."
-    return f"That is {told} steps than {default_depth(mean_loops)}."
+    return f"That is {sentences} steps than {default_depth(mean_loops)}."
 
 
 def _side(found: Mapping[str, Any], difference: Mapping[str, float], key: str) -> int:
@@ -186,7 +179,8 @@ def _rival_words(found: Mapping[str, Any], name: str) -> str:
     if where < 0 and key == "steps" and mine["flops"] > (1 + MARGIN) * other["flops"]:
         words += f", but {change(mine['flops'], other['flops'])} FLOPs with the rule's own work"
     elif name == "fixed" and where >= 0 and found["clusters"]["report"] >= FEWEST:
-        words += f"; the fixed depth is the {'better' if where else 'simpler'} choice"
+        by = f"by {'steps' if key == 'steps' else 'loss'} the fixed depth is the better choice"
+        words += f"; {by if where else 'the fixed depth is the simpler choice'}"
     return f"{lead} {words}."
 
 
@@ -195,11 +189,11 @@ def _verdict(found: Mapping[str, Any], d: Mapping[str, float], key: str) -> str:
     noun, unit = ("steps", "steps") if key == "steps" else ("loss", "nats")
     value, low, high = (f"{round(d[name], DIGITS[key]) + 0.0:+.{DIGITS[key]}f}" for name in (key, f"{key}_low", f"{key}_high"))
     between = f"{value} [{low}, {high}] {unit}"
-    who, where = "the calibrated thresholds" if any(found["rules"]) else "all loops", _side(found, d, key)
+    subject, where = "the calibrated thresholds" if any(found["rules"]) else "all loops", _side(found, d, key)
     if found["clusters"]["report"] < FEWEST:
         return f"too little text to tell a difference ({between})"
     if where == 0:
         return f"no difference in {noun} ({between})"
     if key == "steps":
-        return f"{who} take {'fewer' if where < 0 else 'more'} ({between})"
-    return f"{who} have a {'lower' if where < 0 else 'higher'} loss ({between})"
+        return f"{subject} take {'fewer' if where < 0 else 'more'} ({between})"
+    return f"{subject} have a {'lower' if where < 0 else 'higher'} loss ({between})"

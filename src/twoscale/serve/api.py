@@ -2,6 +2,7 @@
 
 import difflib
 import secrets
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
@@ -9,17 +10,14 @@ from pydantic_core import PydanticCustomError
 
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.engine.cache import parse_kv
-from twoscale.engine.sample import Sampling
-from twoscale.exits import plan
+from twoscale.engine.request import LoopParams, Request, SamplingParams, Share, loop_params
 from twoscale.model import LoopedGPT
-from twoscale.serve.job import Job, Settings, Share
 
-MOST_N, MOST_STOPS, MOST_STOP_IDS, MOST_PROMPTS, MOST_TEXTS, MOST_LOOPS = 16, 8, 64, 16, 64, 256
+MAX_N, MAX_STOPS, MAX_STOP_IDS, MAX_PROMPTS, MAX_TEXTS, MAX_LOOPS = 16, 8, 64, 16, 64, 256
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Word = Annotated[str, Field(max_length=200)]
-Count = Annotated[int, Field(ge=1, le=MOST_LOOPS)]
+Count = Annotated[int, Field(ge=1, le=MAX_LOOPS)]
 Number = FiniteFloat | int
 
 
@@ -30,11 +28,11 @@ class Known(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
+    def _known(cls, body: Any) -> Any:
         """Refuse an unknown field by its name. The first one is enough: pydantic would list them all."""
-        unknown = next((name for name in given if name not in cls.model_fields), None) if isinstance(given, dict) else None
+        unknown = next((name for name in body if name not in cls.model_fields), None) if isinstance(body, dict) else None
         if unknown is None:
-            return given
+            return body
         near = difflib.get_close_matches(str(unknown)[:40], cls.model_fields, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(cls.model_fields)}"
         raise PydanticCustomError(
@@ -58,15 +56,15 @@ class CompletionRequest(Known):
     temperature: Number | None = Field(1.0, ge=0, le=2)
     top_p: Number | None = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="draw among the k most likely tokens; 0 and -1 are all")
-    n: int | None = Field(1, ge=1, le=MOST_N)
+    n: int | None = Field(1, ge=1, le=MAX_N)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: Literal[False] | None = False
-    stop: Word | Annotated[list[Word], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     suffix: Literal[""] | None = Field(None, description="not served; so are the next four, where they are more than nothing")
-    best_of: int | None = Field(None, ge=1, le=MOST_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
     presence_penalty: Number | None = Field(0, ge=0, le=0)
     frequency_penalty: Number | None = Field(0, ge=0, le=0)
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
@@ -97,23 +95,28 @@ class Refused(UserError):
         self.param, self.status = param, status
 
 
-def jobs_of(
-    given: CompletionRequest, prompts: list[list[int]], model: LoopedGPT, eot: int, calibrated: tuple[Any, int] | None, most_loops: int
-) -> list[Job]:
-    """The jobs of a request: n for each prompt."""
-    if given.best_of is not None and given.best_of > given.texts:
+def requests_of(
+    body: CompletionRequest, prompts: list[list[int]], model: LoopedGPT, eot: int, calibrated: tuple[Any, int] | None, max_loops: int
+) -> list[Request]:
+    """The engine's requests: n for each prompt."""
+    if body.best_of is not None and body.best_of > body.texts:
         raise Refused("best_of is not served", "best_of")
-    if len(prompts) * given.texts > MOST_TEXTS:
-        raise Refused(f"at most {MOST_TEXTS} texts in a request", "n")
-    settings = settings_of(given, model, calibrated, most_loops)
-    temperature = 1.0 if given.temperature is None else float(given.temperature)
-    seed = secrets.randbits(63) if given.seed is None else given.seed
-    sampling = Sampling(temperature, given.top_k if given.top_k and given.top_k > 0 else None, float(given.top_p or 1.0), seed)
-    ends = given.stop_token_ids or []
+    if len(prompts) * body.texts > MAX_TEXTS:
+        raise Refused(f"at most {MAX_TEXTS} texts in a request", "n")
+    params = loop_params_of(body, model, calibrated, max_loops)
+    ends = body.stop_token_ids or []
     if max(ends, default=0) >= model.config.vocab_size:
         raise Refused(f"token {max(ends)} does not exist, the vocabulary has {model.config.vocab_size}", "stop_token_ids")
-    size, share = model.config.block_size, Share()
-    jobs = []
+    sampling = SamplingParams(
+        temperature=1.0 if body.temperature is None else float(body.temperature),
+        top_k=body.top_k if body.top_k and body.top_k > 0 else None,
+        top_p=float(body.top_p or 1.0),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        stop_token_ids=frozenset({eot, *ends}),
+        stop=tuple(body.stops()),
+        logprobs=body.logprobs,
+    )
+    size, share, requests = model.config.block_size, Share(), []
     for ids in prompts:
         if not ids:
             raise Refused("the prompt is empty", "prompt")
@@ -121,41 +124,35 @@ def jobs_of(
             raise Refused(f"token {max(ids)} does not exist, the vocabulary has {model.config.vocab_size}", "prompt")
         if len(ids) > size:
             raise Refused(f"the prompt has {len(ids)} tokens, the context {size}", "prompt")
-        most = min(given.max_tokens or size, size - len(ids) + 1)
-        for i in range(given.texts):
-            jobs.append(Job(ids, most, settings, sampling, frozenset({eot, *ends}), stream=i, logprobs=given.logprobs, share=share))
-    return jobs
+        own = replace(sampling, max_new_tokens=min(body.max_tokens or size, size - len(ids) + 1))
+        requests += [Request(ids, own, params, stream=i, share=share) for i in range(body.texts)]
+    return requests
 
 
-def settings_of(given: CompletionRequest, model: LoopedGPT, calibrated: tuple[Any, int] | None, most_loops: int) -> Settings:
+def loop_params_of(body: CompletionRequest, model: LoopedGPT, calibrated: tuple[Any, int] | None, max_loops: int) -> LoopParams:
     """Rule, loops and cache of a request."""
-    rule: Any = given.exit
-    loops: Any = given.loops
-    if not model.config.n_groups and (loops is not None or given.tau is not None or rule not in (None, "none")):
+    rule: Any = body.exit
+    loops: Any = body.loops
+    if not model.config.n_groups and (loops is not None or body.tau is not None or rule not in (None, "none")):
         raise Refused("this model has no loops: leave out exit, tau and loops", "loops" if loops is not None else "exit")
-    if rule in (None, "auto") and calibrated is not None and given.tau is None:
+    if rule in (None, "auto") and calibrated is not None and body.tau is None:
         rule, loops = calibrated[0], loops or calibrated[1]
     elif rule == "auto":
         raise Refused("this model was not calibrated: name a rule", "exit")
     elif rule in (None, "none"):
-        if given.tau is not None:
+        if body.tau is not None:
             raise Refused("tau goes with a rule: name it in exit", "tau")
         rule = None
-    elif given.tau is not None:
+    elif body.tau is not None:
         if ":" in rule:
             raise Refused("tau is given twice, in exit and in tau", "tau")
-        rule = f"{rule}:{float(given.tau)!r}"
+        rule = f"{rule}:{float(body.tau)!r}"
     try:
         if isinstance(rule, str) and exits.kind_of(rule) is exits.Learned:
             raise UserError("a learned rule has its weights in a file, which no request may name")
-        rules = plan(rule, model.config.n_groups)
-        if any(isinstance(r, exits.Gate) for r in rules) and not model.config.exit_gate:
-            raise UserError("this model has no learned gate")
-        counts = model.config.loops_for(loops)
-        if given.loops is not None and max(counts, default=0) > most_loops:
-            raise UserError(f"at most {most_loops} loops are served")
-        parse_kv(given.kv)
-        settings = Settings(rules, counts, given.kv, 0)
+        params = loop_params(model, exit=rule, loops=loops, kv=body.kv)
+        if body.loops is not None and max(params.loops, default=0) > max_loops:
+            raise UserError(f"at most {max_loops} loops are served")
     except (UserError, TypeError, ValueError, OverflowError) as error:
-        raise Refused(str(error), "exit" if given.exit else "loops") from None
-    return settings
+        raise Refused(str(error), "exit" if body.exit else "loops") from None
+    return params

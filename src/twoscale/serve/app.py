@@ -21,9 +21,9 @@ from twoscale.serve.server import Choice, Server
 from twoscale.serve.worker import Busy, Failed
 
 T = TypeVar("T")
-OPEN = ("/health",)  # what needs no key
-THERE = "there are POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
-CHAT = "this is a base model without a chat template: send its text to /v1/completions"
+NO_KEY = ("/health",)  # paths that need no key
+SERVED = "there are POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
+NO_CHAT = "this is a base model without a chat template: send its text to /v1/completions"
 
 
 def error(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -42,24 +42,24 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        key, limit, headers = self.server.key, self.server.limits.body, Headers(scope=scope)
-        if key is not None and scope["path"] not in OPEN:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            if not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) or scheme.lower() != "bearer":
-                told = error(401, "give the API key as a bearer token", headers={"WWW-Authenticate": "Bearer"})
-                return await told(scope, receive, send)
+        key, limit, headers = self.server.key, self.server.limits.max_body, Headers(scope=scope)
+        if key is not None and scope["path"] not in NO_KEY:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            if not hmac.compare_digest(token.strip().encode("latin-1"), key.encode()) or scheme.lower() != "bearer":
+                refusal = error(401, "give the API key as a bearer token", headers={"WWW-Authenticate": "Bearer"})
+                return await refusal(scope, receive, send)
         size = headers.get("content-length", "0")
         if not size.isdigit() or int(size) > limit:
             return await error(413, f"a request has at most {limit} bytes")(scope, receive, send)
-        body, more = b"", scope["method"] == "POST"
+        content, more = b"", scope["method"] == "POST"
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > limit:
+            content, more = content + message.get("body", b""), message.get("more_body", False)
+            if len(content) > limit:
                 return await error(413, f"a request has at most {limit} bytes")(scope, receive, send)
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}] if scope["method"] == "POST" else []
+        whole: list[Message] = [{"type": "http.request", "body": content, "more_body": False}] if scope["method"] == "POST" else []
 
         async def again() -> Message:
             return whole.pop() if whole else await receive()
@@ -74,7 +74,7 @@ def create_app(server: Server) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.worker.start()
         yield
-        await asyncio.to_thread(server.worker.stop, server.limits.seconds)
+        await asyncio.to_thread(server.worker.stop, server.limits.timeout)
 
     app = FastAPI(title="twoscale", lifespan=lifespan, docs_url=None, redoc_url=None)
 
@@ -95,7 +95,7 @@ def create_app(server: Server) -> FastAPI:
             return error(problem.status_code, str(problem.detail))
         asked = f"{request.method} {request.url.path[:100]} is not served here"
         return error(
-            problem.status_code, f"{asked}: {CHAT if '/chat/' in request.url.path else THERE}", headers=dict(problem.headers or {})
+            problem.status_code, f"{asked}: {NO_CHAT if '/chat/' in request.url.path else SERVED}", headers=dict(problem.headers or {})
         )
 
     @app.exception_handler(Refused)
@@ -118,7 +118,7 @@ def create_app(server: Server) -> FastAPI:
 
     @app.exception_handler(TimeoutError)
     async def late(request: Request, problem: TimeoutError) -> Response:
-        return error(504, f"not done within {server.limits.seconds:g} seconds")
+        return error(504, f"not done within {server.limits.timeout:g} seconds")
 
     @app.get("/health")
     async def health() -> Response:
@@ -138,12 +138,12 @@ def create_app(server: Server) -> FastAPI:
         return JSONResponse(server.entry()) if name == server.name else error(404, f"there is no model {name!r} here", "model")
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(given: CompletionRequest, request: Request) -> Response:
+    async def completions(body: CompletionRequest, request: Request) -> Response:
         server.worker.check_room(1)
-        choices = server.open(given)
-        if given.stream:
-            return await _stream(_events(server, given, choices), request)
-        return await _whole(server, given, choices, request)
+        choices = server.open(body)
+        if body.stream:
+            return await _stream(_events(server, body, choices), request)
+        return await _whole(server, body, choices, request)
 
     return app
 
@@ -167,42 +167,44 @@ async def _unless_gone(work: Awaitable[T], request: Request) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _whole(server: Server, given: CompletionRequest, choices: list[Choice], request: Request) -> Response:
+async def _whole(server: Server, body: CompletionRequest, choices: list[Choice], request: Request) -> Response:
     """The answer in one piece."""
 
     async def collect() -> None:
-        async for _ in server.news(choices):
+        async for _ in server.updates(choices):
             pass
 
     try:
         await _unless_gone(collect(), request)
     except ClientDisconnect:
         return Response(status_code=499)
-    told = [server.choice(i, c, c.text) for i, c in enumerate(choices)]
-    return JSONResponse({**server.head(), "choices": told, "usage": server.usage(choices, given.texts), "twoscale": server.saved(choices)})
+    answers = [server.choice(i, c, c.text) for i, c in enumerate(choices)]
+    return JSONResponse(
+        {**server.head(), "choices": answers, "usage": server.usage(choices, body.texts), "twoscale": server.saved(choices)}
+    )
 
 
-async def _events(server: Server, given: CompletionRequest, choices: list[Choice]) -> AsyncGenerator[str]:
+async def _events(server: Server, body: CompletionRequest, choices: list[Choice]) -> AsyncGenerator[str]:
     """The answer token by token, as server-sent events. What goes wrong before the first one is raised, later it is an event."""
     head, begun = server.head(), False
 
-    def event(body: dict[str, Any]) -> str:
-        return f"data: {json.dumps(body)}\n\n"
+    def event(content: dict[str, Any]) -> str:
+        return f"data: {json.dumps(content)}\n\n"
 
     try:
-        async for i, text, first in server.news(choices):
+        async for i, text, first in server.updates(choices):
             c = choices[i]
             if text or c.finish is not None or len(c.offsets) > first:
                 yield event({**head, "choices": [server.choice(i, c, text, first)]})
                 begun = True
-        if given.stream_options is not None and given.stream_options.include_usage:
-            yield event({**head, "choices": [], "usage": server.usage(choices, given.texts), "twoscale": server.saved(choices)})
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield event({**head, "choices": [], "usage": server.usage(choices, body.texts), "twoscale": server.saved(choices)})
         yield "data: [DONE]\n\n"
     except (TimeoutError, Failed) as problem:
         if not begun:
             raise
         late = isinstance(problem, TimeoutError)
-        words = f"not done within {server.limits.seconds:g} seconds" if late else str(problem)
+        words = f"not done within {server.limits.timeout:g} seconds" if late else str(problem)
         yield event({"error": {"message": words, "type": "server_error"}})
 
 

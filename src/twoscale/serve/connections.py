@@ -40,17 +40,17 @@ class Phase(Enum):
     IDLE = "idle"
 
 
-def most_connections(limits: Limits) -> int:
+def max_connections(limits: Limits) -> int:
     """Connections that may be open: as the limits say, and at most three quarters of the files that the process may open."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else -1
-    return limits.connections if files < 0 else max(1, min(limits.connections, 3 * files // 4))
+    return limits.max_connections if files < 0 else max(1, min(limits.max_connections, 3 * files // 4))
 
 
 class Connections:
     """All open connections of a server."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits, self.most = limits, most_connections(limits)
+        self.limits, self.max_connections = limits, max_connections(limits)
         self.open: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}
         """Those that wait for their client, the longest one first."""
@@ -60,7 +60,7 @@ class Connections:
     @property
     def full(self) -> bool:
         """Whether no connection can be accepted: all are being answered."""
-        return len(self.open) >= self.most and not self.waiting
+        return len(self.open) >= self.max_connections and not self.waiting
 
     def enter(self, connection: "Connection", phase: Phase) -> None:
         """A connection has come to another phase."""
@@ -74,7 +74,7 @@ class Connections:
 
     def make_room(self) -> None:
         """Close those that have waited longest until no more are open than may be."""
-        while len(self.open) > self.most and self.waiting:
+        while len(self.open) > self.max_connections and self.waiting:
             self.close_oldest()
 
     def close_oldest(self) -> None:
@@ -84,7 +84,7 @@ class Connections:
             self.cut += 1
             self.discard(oldest)
             oldest.transport.abort()
-            LOG.warning("%d connections are open: those that have waited longest for their client are closed", self.most)
+            LOG.warning("%d connections are open: those that have waited longest for their client are closed", self.max_connections)
 
     def sweep(self, now: float) -> None:
         """Close the connections whose time is up."""
@@ -149,13 +149,13 @@ class Connection(H11Protocol):
     def deadline(self) -> float:
         """When the connection is to be closed."""
         if self.blocked is not None:
-            return self.blocked + self.limits.write_seconds
+            return self.blocked + self.limits.write_timeout
         if self.phase is Phase.ANSWER:
             return float("inf")
         if self.phase is not Phase.IDLE:
-            return self.since + self.limits.read_seconds
+            return self.since + self.limits.read_timeout
         unread = self.transport.get_write_buffer_size() > 0
-        return self.since + (self.limits.write_seconds if unread else self.limits.idle_seconds)
+        return self.since + (self.limits.write_timeout if unread else self.limits.idle_timeout)
 
     def expire(self) -> None:
         """Close the connection. A client that has sent half a request is told so."""
@@ -167,7 +167,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _send_408(self) -> None:
-        words = f"no whole {self.phase.value} within {self.limits.read_seconds:g} seconds"
+        words = f"no whole {self.phase.value} within {self.limits.read_timeout:g} seconds"
         body = json.dumps({"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events = (h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"), h11.Data(data=body), h11.EndOfMessage())
@@ -248,6 +248,6 @@ class HTTPServer(uvicorn.Server):
 
     def _sweep(self) -> None:
         limits = self.connections.limits
-        every = min(1.0, limits.read_seconds / 4, limits.idle_seconds / 4, limits.write_seconds / 4)
+        every = min(1.0, limits.read_timeout / 4, limits.idle_timeout / 4, limits.write_timeout / 4)
         asyncio.get_running_loop().call_later(every, self._sweep)  # first: whatever happens below, the limits stay in force
         self.connections.sweep(time.monotonic())

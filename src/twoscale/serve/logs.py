@@ -4,16 +4,16 @@ import logging
 import time
 
 LOG = logging.getLogger("twoscale.serve")
-LOGGERS = ("twoscale.serve", "uvicorn.error", "asyncio")
-MOST, SECONDS = 5, 60.0
+LOGGERS = ("twoscale", "twoscale.serve", "uvicorn.error", "asyncio")
+MAX_MESSAGES, SECONDS = 5, 60.0
 
 
 class RateLimit(logging.Filter):
-    """At most `most` messages in `seconds` from one line of code; the next one after that says how many were left out."""
+    """At most `max_messages` messages in `seconds` from one line of code; the next one after that says how many were left out."""
 
-    def __init__(self, most: int = MOST, seconds: float = SECONDS) -> None:
+    def __init__(self, max_messages: int = MAX_MESSAGES, seconds: float = SECONDS) -> None:
         super().__init__()
-        self.most, self.seconds = most, seconds
+        self.max_messages, self.seconds = max_messages, seconds
         self.counts: dict[tuple[str, int], tuple[float, int]] = {}
         """For each line of code: when its minute began, and its messages since."""
 
@@ -21,11 +21,11 @@ class RateLimit(logging.Filter):
         key, now = (record.pathname, record.lineno), time.monotonic()
         began, count = self.counts.get(key, (now, 0))
         if now - began > self.seconds:
-            if count > self.most:
-                record.msg, record.args = f"{record.getMessage()} ({count - self.most} more like it were left out)", ()
+            if count > self.max_messages:
+                record.msg, record.args = f"{record.getMessage()} ({count - self.max_messages} more like it were left out)", ()
             began, count = now, 0
         self.counts[key] = began, count + 1
-        return count < self.most
+        return count < self.max_messages
 
 
 def limit_logs() -> None:

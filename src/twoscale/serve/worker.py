@@ -1,4 +1,4 @@
-"""The thread that runs the scheduler, and the queue through which jobs come from the server's event loop."""
+"""The thread that runs the scheduler, and the queue through which requests come from the server's event loop."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,11 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from twoscale.serve.job import Job
-from twoscale.serve.scheduler import Scheduler
+from twoscale.config import UserError
+from twoscale.engine.request import Request
+from twoscale.engine.scheduler import Scheduler
+
+INTERNAL = "the server has failed inside"
 
 
 class Failed(Exception):
@@ -19,8 +22,8 @@ class Busy(Exception):
 
 
 @dataclass(frozen=True)
-class News:
-    """What has come since the last word of a job: its tokens from `first` to `last`, and whether that is all."""
+class Update:
+    """What has come of a request since its last update: its tokens from `first` to `last`, and whether that is all."""
 
     first: int
     last: int
@@ -28,23 +31,23 @@ class News:
 
 
 class Worker:
-    """Runs the scheduler in a thread of its own. Jobs are submitted and heard from an event loop."""
+    """Runs the scheduler in a thread of its own. Requests are submitted and followed from an event loop."""
 
-    def __init__(self, scheduler: Scheduler, queue: int = 256) -> None:
-        self.scheduler, self.queue = scheduler, queue
+    def __init__(self, scheduler: Scheduler, max_queue: int = 256) -> None:
+        self.scheduler, self.max_queue = scheduler, max_queue
         self.failure: str | None = None
-        self._told: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[int], int]] = []
+        self._events: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[int], int]] = []
         self._work, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="twoscale scheduler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, seconds: float = 30.0) -> None:
+    def stop(self, timeout: float = 30.0) -> None:
         """Finish what is there, then end."""
         self._stopping.set()
         self._work.set()
-        self._thread.join(seconds)
+        self._thread.join(timeout)
 
     @property
     def stopping(self) -> bool:
@@ -54,7 +57,7 @@ class Worker:
         try:
             while True:
                 worked = self.scheduler.step()
-                self._pass_on()
+                self._deliver_events()
                 if worked:
                     continue
                 if self.stopping:
@@ -67,70 +70,70 @@ class Worker:
             raise
 
     def _give_up(self) -> None:
-        """Tell everybody that nothing more will come."""
-        for job in self.scheduler.abandon():
-            job.error, job.finish = "the server has failed inside", "error"
-            if job.told is not None:
-                job.told(job)
-        self._pass_on()
+        """End all requests with an error."""
+        for request in self.scheduler.abandon():
+            request.error, request.finish = Failed(INTERNAL), "error"
+            if request.on_token is not None:
+                request.on_token(request)
+        self._deliver_events()
 
-    def _pass_on(self) -> None:
-        """All news of a round in one message to each event loop: waking it costs more than the news."""
-        told, self._told = self._told, []
-        for loop in dict.fromkeys(entry[0] for entry in told):
-            news = [(heard, i) for its, heard, i in told if its is loop]
-            with contextlib.suppress(RuntimeError):  # a loop that is closed hears nothing
-                loop.call_soon_threadsafe(_deliver, news)
+    def _deliver_events(self) -> None:
+        """All events of a round in one call to each event loop: waking a loop costs more than the events."""
+        events, self._events = self._events, []
+        for loop in dict.fromkeys(event[0] for event in events):
+            own = [(queue, i) for its_loop, queue, i in events if its_loop is loop]
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_put, own)
 
-    def submit(self, jobs: list[Job]) -> None:
+    def submit(self, requests: list[Request]) -> None:
         """All of them or none."""
-        self.check_room(len(jobs))
-        for job in jobs:
-            self.scheduler.check(job)
-        for job in jobs:
-            self.scheduler.submit(job)
+        self.check_room(len(requests))
+        for request in requests:
+            self.scheduler.check(request)
+        for request in requests:
+            self.scheduler.add(request)
         if self.failure is not None:  # just now
             self._give_up()
         self._work.set()
 
-    def check_room(self, jobs: int) -> None:
+    def check_room(self, requests: int) -> None:
         """Busy where so many more cannot wait now."""
         if self.failure is not None or self.stopping:
-            raise Busy("the server is going down" if self.failure is None else "the server has failed inside")
-        if len(self.scheduler.waiting) + jobs > self.queue:
+            raise Busy("the server is going down" if self.failure is None else INTERNAL)
+        if len(self.scheduler.waiting) + requests > self.max_queue:
             raise Busy("too many requests are waiting")
 
-    async def listen(self, jobs: list[Job], seconds: float) -> AsyncIterator[tuple[int, News]]:
-        """Submit jobs and hear of them as tokens come: (number of the job, news). Whoever stops listening cancels them."""
+    async def follow(self, requests: list[Request], timeout: float) -> AsyncIterator[tuple[int, Update]]:
+        """Submit requests and follow them as tokens come: (number of the request, update). They are cancelled when nobody follows them."""
         loop = asyncio.get_running_loop()
-        heard: asyncio.Queue[int] = asyncio.Queue()
-        number = {job: i for i, job in enumerate(jobs)}
-        for job in jobs:
-            job.told = lambda job: self._told.append((loop, heard, number[job]))
-        self.submit(jobs)
-        told = [0] * len(jobs)
-        live = set(range(len(jobs)))
-        deadline = loop.time() + seconds
+        queue: asyncio.Queue[int] = asyncio.Queue()
+        number = {request: i for i, request in enumerate(requests)}
+        for request in requests:
+            request.on_token = lambda request: self._events.append((loop, queue, number[request]))
+        self.submit(requests)
+        n_seen = [0] * len(requests)
+        live = set(range(len(requests)))
+        deadline = loop.time() + timeout
         try:
             while live:
                 async with asyncio.timeout_at(deadline):
-                    i = await heard.get()
-                job = jobs[i]
-                done = bool(job.finish)  # first: tokens that come meanwhile are news of their own
-                now = len(job.tokens)
-                if job.error:
-                    raise Failed(job.error)
-                if i in live and (now > told[i] or done):
-                    yield i, News(told[i], now, done)
-                    told[i] = now
+                    i = await queue.get()
+                request = requests[i]
+                done = bool(request.finish)  # first: tokens that come meanwhile are an update of their own
+                n = len(request.tokens)
+                if request.error is not None:
+                    raise Failed(str(request.error) if isinstance(request.error, UserError | Failed) else INTERNAL)
+                if i in live and (n > n_seen[i] or done):
+                    yield i, Update(n_seen[i], n, done)
+                    n_seen[i] = n
                 if done:
                     live.discard(i)
         finally:
             for i in live:
-                jobs[i].cancelled = True
+                requests[i].cancelled = True
             self._work.set()
 
 
-def _deliver(news: list[tuple[asyncio.Queue[int], int]]) -> None:
-    for heard, i in news:
-        heard.put_nowait(i)
+def _put(events: list[tuple[asyncio.Queue[int], int]]) -> None:
+    for queue, i in events:
+        queue.put_nowait(i)

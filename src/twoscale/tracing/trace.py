@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write
 from twoscale.config.show import OneLine
+from twoscale.config.words import group_label
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
 from twoscale.model import LoopedGPT, StateNoise
@@ -59,9 +60,8 @@ class Trace(OneLine):
             assert x.dtype == torch.float32 and x.shape[1:3] == (B, T) and projected.shape == x.shape[1:]
             finite = x.flatten(1).sum(dim=1).isfinite()  # a sum is one pass, and no NaN or infinity gets lost in it
             if not finite.all():
-                raise UserError(
-                    f"group {g}: the state after step {int((~finite).nonzero()[0])} is not finite; the model's weights are broken"
-                )
+                where = f"{group_label(g, self.layers[g])}: the state after step {int((~finite).nonzero()[0])}"
+                raise UserError(f"{where} is not finite; the model's weights are broken")
         assert all(x.shape[:2] == (B, T) for x in self.stages)
 
     @property

@@ -16,5 +16,6 @@
 | controller  | trains the heads of `exits.Learned`                                                   |
 | commands    | `twoscale sweep`, `calibrate` and `eval` on a run's folder, as functions              |
 | results     | what they return; no torch                                                            |
+| choice      | which setting of a sweep to use; no torch                                             |
 | summary     | reads sweep.jsonl and calibration.json; no torch                                      |
 """

@@ -14,8 +14,8 @@ def bigram_cross_entropy(train: TokenData, text: HeldOut, smoothing: Sequence[fl
     V = train.vocab_size
     tokens = train.read(0, len(train)).astype(np.int64)
     pairs, counts = np.unique(tokens[:-1] * V + tokens[1:], return_counts=True)
-    given = np.bincount(tokens[:-1], minlength=V)
+    context_counts = np.bincount(tokens[:-1], minlength=V)
     x, y = text.ids.numpy().ravel(), text.targets.numpy().ravel()
     place = np.searchsorted(pairs, x * V + y).clip(max=len(pairs) - 1)
     seen = np.where(pairs[place] == x * V + y, counts[place], 0)
-    return min(float(-np.log((seen + a) / (given[x] + a * V)).mean()) for a in smoothing) if len(pairs) else math.log(V)
+    return min(float(-np.log((seen + a) / (context_counts[x] + a * V)).mean()) for a in smoothing) if len(pairs) else math.log(V)

@@ -21,6 +21,8 @@ import numpy as np
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.groups import format_groups
+from twoscale.config.words import group_label, plural
 from twoscale.exits.choose import main_setting
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import step_flops
@@ -105,8 +107,8 @@ def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[
         if any(chosen) and (not path or chosen != path[-1]):
             path.append(chosen)
     if path:  # where leaving seems free on little text the first choice may be bold: milder ones come before it
-        first, most = path[0], max(path[0])
-        steps = sorted({max(1, most // 3), max(1, 2 * most // 3)} - {most})
+        first, deepest = path[0], max(path[0])
+        steps = sorted({max(1, deepest // 3), max(1, 2 * deepest // 3)} - {deepest})
         path = [tuple(min(j, step) for j in first) for step in steps] + path
     if len(path) > longest:
         path = [path[i] for i in sorted({round(i * (len(path) - 1) / (longest - 1)) for i in range(longest)})]
@@ -116,8 +118,12 @@ def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[
 def certified_words(passed: int, settings: int, limit: float) -> str:
     """How far a fixed sequence of settings was tested: it stops at the first one that fails."""
     left = settings - passed - 1
-    rest = f"; the next one does not, and {left} were not tested" if left > 0 else "; the last one does not" if left == 0 else ""
-    return f"the first {passed} of {settings} settings keep the rise below {limit:g} nats{rest}"
+    untested = f"{left} {'was' if left == 1 else 'were'} not tested"
+    among, kept = plural(settings, "setting"), f"the rise below {limit:g} nats"
+    if passed == 0:
+        return f"the first of {among} does not keep {kept}" + (f", {untested}" if left > 0 else "")
+    rest = f"; the next one does not, and {untested}" if left > 0 else "; the last one does not" if left == 0 else ""
+    return f"the first {passed} of {among} keep {kept}{rest}" if passed > 1 else f"the first of {among} keeps {kept}{rest}"
 
 
 class Calibrator:
@@ -144,8 +150,8 @@ class Calibrator:
         fixed: list[Setting] = [dict.fromkeys(self.groups, exits.Fixed(k)) for k in DEPTHS if k < self.loops]
         if goal.max_dce is not None:
             limit = goal.max_dce
-            told = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
-            own, *others = (self._certify(p, limit, words) for p, words in told)
+            paths = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
+            own, *others = (self._certify(p, limit, words) for p, words in paths)
         else:
             own, *others = (self._meets(p, goal, must=p is path) for p in (path, everywhere, fixed))
         chosen, single, depth = (next((c for c in reversed(found) if c.passed), None) for found in (own, *others))
@@ -154,6 +160,7 @@ class Calibrator:
             "rules": [self._word(chosen, g) for g in self.groups],
             "loops": self.loops,
             "mean_loops": self.model.config.mean_loops,
+            "groups": [format_groups((layers,)) for layers in self.model.config.groups],
             "goal": {key: value for key, value in vars(goal).items() if value is not None},
             "delta": self.delta,
             "bound": chosen.bound if chosen is not None else 0.0,
@@ -195,7 +202,7 @@ class Calibrator:
             order = sorted(range(len(options)), key=lambda j: -options[j][0])
             costs.append([options[j] for j in order])
             grids[g] = [grid[j - 1] for j in order if j]
-            self.say(f"fit: group {g + 1} of {len(grids)}, {len(grid)} thresholds tried")
+            self.say(f"fit: {group_label(g, self.model.config.groups[g])}, {plural(len(grid), 'threshold')} tried")
         c = self.model.config
         work = [step_flops(c, g, self.texts.fit.ids.shape[1] // 2) for g in self.groups]
         return [
@@ -229,7 +236,7 @@ class Calibrator:
         list if there need not be one."""
         if goal.ms is not None:
             timer = LatencyTimer(self.model, {REFERENCE: None, **{str(i): dict(s) for i, s in enumerate(path)}}, self.loops, self.texts.fit)
-            rounds = [timer.round(r, list(timer.engines)) for r in range(4)][1:]
+            rounds = [timer.round(r, list(timer.params)) for r in range(4)][1:]
             costs = [float(np.median([r[str(i)] for r in rounds])) for i in range(len(path))]
             limit, unit = goal.ms, "ms a token"
         else:
@@ -269,12 +276,12 @@ class Calibrator:
     def _difference(self, mine: Evaluation, other: Evaluation) -> dict[str, float]:
         """Steps (mean over groups) and CE of one setting minus another's, token by token, with 95 % intervals over documents."""
         clusters = self.texts.report.clusters.numpy()
-        told: dict[str, float] = {}
+        differences: dict[str, float] = {}
         for key, a, b in (
             ("steps", mine.steps.double().mean(dim=-1), other.steps.double().mean(dim=-1)),
             ("ce", mine.losses, other.losses),
         ):
             difference = (a - b).numpy()
             low, high = interval(difference, clusters)
-            told |= {key: float(difference.mean()), f"{key}_low": low, f"{key}_high": high}
-        return told
+            differences |= {key: float(difference.mean()), f"{key}_low": low, f"{key}_high": high}
+        return differences

@@ -20,23 +20,20 @@ from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json
 from twoscale.exits import Exit
 from twoscale.tradeoff.calibrate import Calibrator, Goal, Texts
+from twoscale.tradeoff.choice import choose, name_of
 from twoscale.tradeoff.controller import controller as read_or_train_controller
 from twoscale.tradeoff.evaluate import evaluate as evaluate_text
 from twoscale.tradeoff.heldout import heldout_windows
 from twoscale.tradeoff.load_run import LoadedRun, calibrated_exit, chosen_exit, load_run
-from twoscale.tradeoff.points import grid, settings
+from twoscale.tradeoff.points import RULES, TAUS, Point, Seen, Table, grid, settings
 from twoscale.tradeoff.results import Calibration, HeldOutLoss
 from twoscale.tradeoff.samples import write_samples
 from twoscale.tradeoff.stats import interval
-from twoscale.tradeoff.summary import Sweep
+from twoscale.tradeoff.summary import Sweep, read_calibration_of
 from twoscale.tradeoff.sweep import Sweeper
 from twoscale.train.checkpoint import find_checkpoint
 
-RULES = ("step-norm", "kl", "acceleration")
-TAUS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # the first four are the paper's
 MAX_DCE = 0.005  # nats: what a calibration may cost if nothing is asked for
-SHOWN = ("acceleration", "step-norm", "kl")  # rules that the samples may be written with
-QUALITY = 0.01  # nats: what such a rule may cost
 Progress = Callable[[str], None]
 
 
@@ -97,19 +94,25 @@ def sweep(
         )  # fmt: skip
         found = sweeper.run(points, say)
         if world.main:
-            _write_samples(run, opened, found, calibrated)
+            _write_samples(run, opened, found, {p.id: p for stage in points for p in stage})
         return found
 
 
-def _write_samples(run: Path, opened: LoadedRun, found: Sweep, calibrated: Mapping[int, exits.Rule] | None) -> None:
-    """Three texts with the calibrated rule, or with the cheapest rule that keeps the loss; kept where they are there already."""
-    loops, point = found.header["loops"], found.cheapest(SHOWN, QUALITY)
-    exit: Exit | None = calibrated or (point["id"] if point else None)
-    words = f"calibrated: {spelt(calibrated)}" if calibrated else point["id"] if point else "none, all loops"
+def _write_samples(run: Path, opened: LoadedRun, found: Sweep, points: Mapping[str, Point]) -> None:
+    """Three texts with the recommended rule; where a fixed depth is recommended, with the best rule, so that there are steps to show.
+    Kept where they are there already."""
+    loops, choice = found.header["loops"], choose(found, read_calibration_of(run, found))
+    assert choice is not None
+    point = next(p for p in (choice.rule, choice.pick, found.point("full")) if p is not None and p["id"] in points)
+    exit, words = points[point["id"]].exit(Seen({}, _no_table)), name_of(point, loops)
     path = RunFolder(run).samples
     old = read_json(path) if path.exists() else {}
     if not isinstance(old, dict) or any(old.get(key) != value for key, value in {**opened.about, "rule": words, "loops": loops}.items()):
         write_samples(run, opened, exit, words, loops)
+
+
+def _no_table() -> Table:
+    raise AssertionError("oracles write no samples")
 
 
 def calibrate(
@@ -170,8 +173,8 @@ def evaluate(
     if windows < 2:
         raise UserError("--windows is at least 2")
     opened = load_run(run, checkpoint, data_dir)
-    rule, most = chosen_exit(find_checkpoint(run, checkpoint), exit, loops)
-    counts = opened.model.config.loops_for(most)
+    rule, max_loops = chosen_exit(find_checkpoint(run, checkpoint), exit, loops)
+    counts = opened.model.config.loops_for(max_loops)
     text = heldout_windows(opened.data, opened.model.config.block_size, windows)
     found = evaluate_text(opened.model, text, rule, counts)
     ce, size = float(found.losses.mean()), int(opened.tokenizer.byte_lengths()[text.targets].sum())

@@ -73,8 +73,8 @@ def controller(folder: Path, opened: LoadedRun, loops: int) -> exits.Learned:
     path, text = RunFolder(folder).controller, opened.text("fit", WINDOWS)
     about = opened.about | {"text": text.fingerprint}
     wanted = about | {"loops": loops}
-    there = read_json(path) if path.exists() else {}
-    if not isinstance(there, dict) or not all(there.get(key) == value for key, value in wanted.items()):
-        there = about | train_controller(opened.model, text, loops)
-        write_json(path, there)
-    return exits.Learned(0.5, weights=heads_of(there, path))
+    stored = read_json(path) if path.exists() else {}
+    if not isinstance(stored, dict) or not all(stored.get(key) == value for key, value in wanted.items()):
+        stored = about | train_controller(opened.model, text, loops)
+        write_json(path, stored)
+    return exits.Learned(0.5, weights=heads_of(stored, path))

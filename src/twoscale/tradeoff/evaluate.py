@@ -83,17 +83,17 @@ def flops_of_tokens(config: ModelConfig, steps: Tensor, exit: Exit | None = None
     return total + looks, looks
 
 
-def describe(config: ModelConfig, text: HeldOut, given: Evaluation, full: Evaluation, exit: Exit | None) -> dict[str, Any]:
+def describe(config: ModelConfig, text: HeldOut, evaluation: Evaluation, full: Evaluation, exit: Exit | None) -> dict[str, Any]:
     """The record of one point: quality against the full run, with intervals over documents, and cost."""
     clusters = text.clusters.numpy()
-    ce, rise = given.losses.mean(), (given.losses - full.losses).numpy()
+    ce, rise = evaluation.losses.mean(), (evaluation.losses - full.losses).numpy()
     low, high = interval(rise, clusters)
-    flops, looks = flops_of_tokens(config, given.steps, exit)
+    flops, looks = flops_of_tokens(config, evaluation.steps, exit)
     flops_low, flops_high = interval(flops.numpy(), clusters)
-    ce_low, ce_high = interval(given.losses.numpy(), clusters)
+    ce_low, ce_high = interval(evaluation.losses.numpy(), clusters)
     groups = []
-    for g in range(given.steps.shape[-1]):
-        taken = given.steps[..., g].flatten()
+    for g in range(evaluation.steps.shape[-1]):
+        taken = evaluation.steps[..., g].flatten()
         groups.append(
             {
                 "mean": float(taken.double().mean()),
@@ -104,17 +104,17 @@ def describe(config: ModelConfig, text: HeldOut, given: Evaluation, full: Evalua
     return {
         "ce": float(ce), "ce_low": ce_low, "ce_high": ce_high, "ppl": float(ce.exp()),
         "dce": float(rise.mean()), "dce_low": low, "dce_high": high,
-        "agree": float((given.choices == full.choices).double().mean()),
-        "mean_steps": float(given.steps.double().mean()), "steps": groups,
+        "agree": float((evaluation.choices == full.choices).double().mean()),
+        "mean_steps": float(evaluation.steps.double().mean()), "steps": groups,
         "flops": float(flops.mean()), "flops_low": flops_low, "flops_high": flops_high, "flops_looks": float(looks.mean()),
     }  # fmt: skip
 
 
 def hard_tokens(
-    text: HeldOut, given: Evaluation, full: Evaluation, spell: Callable[[int], str] = str, shown: int = 12, bins: int = 8
+    text: HeldOut, evaluation: Evaluation, full: Evaluation, spell: Callable[[int], str] = str, shown: int = 12, bins: int = 8
 ) -> dict[str, Any]:
     """What the tokens that took longest have in common: tokens by mean steps, and mean steps against the token's loss."""
-    mean = given.steps.double().mean(dim=-1).flatten().numpy()
+    mean = evaluation.steps.double().mean(dim=-1).flatten().numpy()
     losses, ids = full.losses.flatten().numpy(), text.ids.flatten().numpy()
     order = np.argsort(losses, kind="stable")
     by_loss = [

@@ -18,7 +18,7 @@ from twoscale.data import TokenData, held_out
 By = Literal["documents", "pieces", "windows"]
 Role = Literal["fit", "certify", "report"]
 SHARES: dict[Role, float] = {"fit": 0.25, "certify": 0.375, "report": 0.375}
-MOST = 4_000_000  # tokens of a split that are looked at
+MAX_TOKENS = 4_000_000  # tokens of a split that are looked at
 ENOUGH = 12  # documents; with fewer the text is parted by windows
 FEW = 8  # documents in a part; with fewer, pieces of them take their place
 PIECE = 2048  # tokens in a piece
@@ -55,7 +55,7 @@ def heldout_windows(data: TokenData, block_size: int, windows: int) -> HeldOut:
 
 def heldout_part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, split_seed: int = 0) -> HeldOut:
     """At most that many windows of one part of a split, spread evenly over it. Which document is in which part is drawn from the seed."""
-    n = min(len(data), MOST)
+    n = min(len(data), MAX_TOKENS)
     tokens = data.read(0, n).astype(np.int64) if n else np.empty(0, np.int64)
     documents = np.concatenate(([0], np.cumsum(tokens[:-1] == eot))) if n else np.empty(0, np.int64)
     by: By = "documents"

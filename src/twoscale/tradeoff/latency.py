@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from twoscale.engine import Engine
+from twoscale.engine import Engine, loop_params
 from twoscale.engine.cache import Cache
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
@@ -32,7 +32,7 @@ def parties(names: Sequence[str]) -> list[list[str]]:
 
 
 class LatencyTimer:
-    """Engines for all points; `round` measures some of them."""
+    """An engine and the parameters of all points; `round` measures some of them."""
 
     def __init__(
         self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: HeldOut, prompt: int = 32, tokens: int = 8
@@ -41,13 +41,14 @@ class LatencyTimer:
         self.prompt = max(1, min(prompt, T - 2))
         self.tokens = min(tokens, T - self.prompt)
         self.text = text
-        self.engines = {name: Engine(model, loops=loops, exit=exit) for name, exit in exits.items()}
+        self.engine = Engine(model)
+        self.params = {name: loop_params(model, loops=loops, exit=exit) for name, exit in exits.items()}
 
     def round(self, number: int, names: Sequence[str]) -> dict[str, float]:
         """Mean ms a token of some points on one window."""
         window = number % len(self.text.ids)
         ids = self.text.ids[window].tolist()
-        caches = {name: self._prefill(self.engines[name], window, ids[: self.prompt]) for name in names}
+        caches = {name: self._prefill(name, window, ids[: self.prompt]) for name in names}
         seconds = dict.fromkeys(names, 0.0)
         order = random.Random(number)
         for token in ids[self.prompt : self.prompt + self.tokens]:
@@ -55,20 +56,20 @@ class LatencyTimer:
             for repeat in range(REPEATS):
                 for name in order.sample(names, len(names)):
                     started = time.perf_counter()
-                    self._one(self.engines[name], window, caches[name], token)
+                    self._one(window, caches[name], token)
                     tries[name].append(time.perf_counter() - started)
                     if repeat < REPEATS - 1:
-                        caches[name].length -= 1  # the token is forgotten, and written again
+                        caches[name].rewind(caches[name].length - 1)  # the token is forgotten, and written again
             for name in names:
                 seconds[name] += median(tries[name])
         return {name: 1e3 * s / self.tokens for name, s in seconds.items()}
 
     @torch.inference_mode()
-    def _one(self, engine: Engine, window: int, cache: Cache, token: int) -> None:
-        x, _ = engine.run([(window, cache, [token])])
-        engine.model.head(x).argmax(dim=-1).item()
+    def _one(self, window: int, cache: Cache, token: int) -> None:
+        x, _ = self.engine.run([(window, cache, [token])])
+        self.engine.model.head(x).argmax(dim=-1).item()
 
-    def _prefill(self, engine: Engine, window: int, ids: list[int]) -> Cache:
-        cache = engine.open(self.prompt + self.tokens)
-        engine.run([(window, cache, ids)])
+    def _prefill(self, name: str, window: int, ids: list[int]) -> Cache:
+        cache = self.engine.open(self.prompt + self.tokens, self.params[name])
+        self.engine.run([(window, cache, ids)])
         return cache

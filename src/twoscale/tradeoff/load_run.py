@@ -11,8 +11,7 @@ from twoscale import exits
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import fingerprint
 from twoscale.config.run_folder import RunFolder
-from twoscale.data import TokenData, Tokenizer
-from twoscale.data.prepare import load_manifest
+from twoscale.data import TokenData, Tokenizer, source_name
 from twoscale.exits.learned import heads_of
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.heldout import HeldOut, Role, heldout_part
@@ -34,10 +33,7 @@ class LoadedRun:
     @property
     def source(self) -> str:
         """Where the held-out text came from: `builtin`, the name of a file or folder, or a dataset of the hub."""
-        named = load_manifest(self.data.folder).get("source")
-        if not isinstance(named, str) or not named:
-            return self.data.folder.name
-        return named if named.startswith("hf:") else Path(named).name
+        return source_name(self.data.folder)
 
     def text(self, role: Role, windows: int) -> HeldOut:
         return heldout_part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)
@@ -92,8 +88,8 @@ def chosen_exit(folder: Path, exit: exits.Exit | None, loops: Any) -> tuple[Any,
     """The rule and the most loops that a user asked for; `auto` is what the model in this folder was calibrated for."""
     if exit != "auto":
         return exit, loops
-    rules, most = calibration_for(folder)
-    return rules, loops or most
+    rules, calibrated_loops = calibration_for(folder)
+    return rules, loops or calibrated_loops
 
 
 def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:

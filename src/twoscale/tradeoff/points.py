@@ -17,6 +17,7 @@ from torch import Tensor
 
 from twoscale import exits
 from twoscale.config import ModelConfig, UserError
+from twoscale.config.words import group_label, plural
 from twoscale.exits import Exit
 from twoscale.exits.choose import main_setting
 
@@ -100,8 +101,8 @@ def grid(
     first += [Point(f"fixed:{k}", "fixed", float(k), _same(exits.Fixed(k))) for k in depths if k < loops]
     if config.n_groups > 1:
         first += [
-            Point(f"fixed:{k}@{g}", "fixed-one", float(k), _same({g: exits.Fixed(k)}), f"{k} step{'s' if k > 1 else ''} in group {g + 1}")
-            for g in range(config.n_groups)
+            Point(f"fixed:{k}@{g}", "fixed-one", float(k), _same({g: exits.Fixed(k)}), f"{plural(k, 'step')} in {group_label(g, layers)}")
+            for g, layers in enumerate(config.groups)
             for k in DEPTHS
             if k < loops
         ]

@@ -33,7 +33,7 @@ class HeldOutLoss:
     """Mean steps, for each group."""
 
     def __repr__(self) -> str:
-        steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(self.steps, self.loops, strict=True))
+        steps = ", ".join(f"{mean:.2f} of {limit}" for mean, limit in zip(self.steps, self.loops, strict=True))
         return (
             f"HeldOutLoss({self.checkpoint}, exit {self.exit or 'none'}: "
             f"{self.ce:.4f} nats a token [{self.ce_low:.4f}, {self.ce_high:.4f}], "
@@ -111,7 +111,7 @@ class TaskScores:
         return data_frame(rows)
 
     def __repr__(self) -> str:
-        steps = ", ".join(f"{mean:.2f} of {most}" for mean, most in zip(self.mean_steps, self.loops, strict=True))
+        steps = ", ".join(f"{mean:.2f} of {limit}" for mean, limit in zip(self.mean_steps, self.loops, strict=True))
         return f"TaskScores({self.model}, exit {self.exit or 'none'}: {', '.join(self.results)}; steps {steps})"
 
 

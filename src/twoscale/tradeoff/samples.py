@@ -24,9 +24,9 @@ def write_samples(run: Path, opened: LoadedRun, exit: exits.Exit | None, words: 
     texts = []
     for prompt, tokens, steps in zip(starts, gen.tokens, gen.steps, strict=True):
         pieces = Pieces(tokenizer)
-        given = "".join(pieces.add(t) for t in prompt)
+        prompt_text = "".join(pieces.add(t) for t in prompt)
         written = [[pieces.add(t), list(s)] for t, s in zip(tokens, steps, strict=True) if t != tokenizer.eot]
-        texts.append({"prompt": given, "tokens": written})
+        texts.append({"prompt": prompt_text, "tokens": written})
     found = {**opened.about, "rule": words, "loops": loops, "temperature": TEMPERATURE, "seed": SEED, "samples": texts}
     write_json(RunFolder(run).samples, found)
     return found

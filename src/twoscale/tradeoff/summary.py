@@ -7,12 +7,13 @@ from statistics import median
 from typing import Any
 
 from twoscale.config import UserError
+from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_jsonl
 from twoscale.config.show import data_frame
 from twoscale.tradeoff.results import by_group
 from twoscale.tradeoff.stats import pareto, ratio_interval
 
-ROUNDS = 3  # of timing, from which on times have an interval
+ROUNDS = 3  # of timing; fewer tell nothing on how much times vary
 ORACLES = ("oracle-stay", "oracle-lagrange")
 
 
@@ -49,9 +50,9 @@ class Sweep:
         return "ms" if self.rounds >= ROUNDS and all(p.get("ms") is not None for p in self.points) else "flops"
 
     def cheapest(self, families: Sequence[str], limit: float) -> dict[str, Any] | None:
-        """Of some curves the point that costs least among those whose CE rises by no more than `limit`, by its whole interval."""
+        """Of some curves the point with the fewest FLOPs among those whose CE rises by no more than `limit`, by its whole interval."""
         fit = [p for p in self.points if p["family"] in families and p["dce_high"] <= limit]
-        return min(fit, key=lambda p: p[self.cost], default=None)
+        return min(fit, key=lambda p: p["flops"], default=None)
 
     def front(self, cost: str) -> list[dict[str, Any]]:
         """Points that none beats in both cost (`flops` or `ms`) and CE; oracles, which see the labels, are left out."""
@@ -89,6 +90,12 @@ def read_calibration(path: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not {"checkpoint", "rules", "loops"} <= set(found) or not isinstance(found["rules"], list):
         raise UserError(f"{path} is no calibration: write it anew with `twoscale calibrate`")
     return found
+
+
+def read_calibration_of(run: Path, sweep: Sweep | None) -> dict[str, Any] | None:
+    """The calibration of a run; None where there is none, or it is of another checkpoint than the sweep."""
+    found = read_calibration(RunFolder(run).calibration)
+    return found if found is None or sweep is None or found.get("weights") == sweep.header.get("weights") else None
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:

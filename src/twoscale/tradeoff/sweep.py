@@ -129,7 +129,7 @@ class Sweeper:
                 if self.world.main:
                     self._write(record)
                 if line is not None:
-                    line.update(done, point.id)
+                    line.update(done, point.label or point.id)
         if self.world.main and untimed:
             self._time({p.id: p.exit(seen) for p in untimed}, timed, line, done)
         if line is not None:

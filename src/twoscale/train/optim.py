@@ -69,14 +69,14 @@ def build_optimizers(model: LoopedGPT, config: TrainConfig) -> dict[str, Optimiz
     | group           | optimizer=adamw              | optimizer=muon                                 |
     |-----------------|------------------------------|------------------------------------------------|
     | layer matrices  | AdamW with decay             | Muon with decay                                |
-    | embeddings, head| AdamW with decay             | AdamW with decay                               |
+    | embeddings, head, gate | AdamW with decay      | AdamW with decay                               |
     | gains, biases   | AdamW without                | AdamW without                                  |
     """
     matrices, tables, vectors = [], [], []
     for name, p in model.named_parameters():
         if p.ndim < 2 or name.endswith("_bias"):
             vectors.append(p)
-        elif name.startswith("stages."):
+        elif name.startswith("stages.") and ".gate." not in name:
             matrices.append(p)
         else:
             tables.append(p)

@@ -101,6 +101,9 @@ def distribute(model: LoopedGPT, config: TrainConfig, world: World) -> nn.Module
     if config.parallel != "fsdp":
         return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)
     mesh = init_device_mesh(world.device.type, (world.size,))
+    for group in model.groups:
+        if group.gate is not None:
+            fully_shard(group.gate, mesh=mesh)  # read after the group's own pass, by a training objective
     if not (model.config.share_group_norm and model.config.group_norm != "none"):
         for stage in model.stages:
             for unit in [stage] if isinstance(stage, LoopGroup) else cast(Any, stage.blocks):

@@ -11,10 +11,14 @@ from twoscale.config.files import make_folder, write_json
 from twoscale.config.lock import lock
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json
+from twoscale.config.words import group_list, plural
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, describe_skipped, prepared_config, quiet
 from twoscale.model import LoopedGPT
+from twoscale.tasks.file import load_task, save_task, task_of
+from twoscale.tasks.measure import measure_staircase
 from twoscale.train import checkpoint as ckpt
+from twoscale.train.objective import build_objective
 from twoscale.train.parallel import World, open_world
 from twoscale.train.settings import check_same, differences as differences
 from twoscale.train.trainer import Probe, Trainer, TrainResult
@@ -34,49 +38,83 @@ def start_run(
 
     Shards are made in RUN/data unless `data` is given.
     """
-    if config.model.exit_gate:
-        raise UserError("model.exit_gate: gates are read by exits.Gate where a loaded model has them; training one is not supported")
-    data = find_data(run, data)
-    if data != RunFolder(run).data:
-        config = dataclasses.replace(config, data=prepared_config(data))
+    build_objective(config)  # an error where model or task do not fit it
+    if config.task == "none":
+        data = find_data(run, data)
+        if data != RunFolder(run).data:
+            config = dataclasses.replace(config, data=prepared_config(data))
+    elif data is not None:
+        raise UserError(f"--data-dir {data}: the task {config.task} makes its own samples, leave --data-dir away")
     with open_world() as world, contextlib.ExitStack() as held:
         error = None
         if world.main:
             try:
                 make_folder(run)
                 held.enter_context(lock(run, "train"))
-                _open_folder(config, run, data, progress, None if init is None else init[1])
+                _open_folder(config, run, data, progress, init)
             except UserError as problem:
                 error = str(problem)
         world.agree(error)
         trainer = Trainer(config, run, data, world, checkpoint, probes, None if init is None else init[0])
         if world.main:
             print(describe(trainer, world), file=sys.stderr, flush=True)
-        return trainer.train()
+        result = trainer.train()
+        if world.main and result.finished:
+            write_staircase(run, config)
+        return result
 
 
-def find_data(run: Path, given: Path | None) -> Path:
+def write_staircase(run: Path, config: RunConfig) -> None:
+    """Measure the newest checkpoint of a run on a task by true depth and loop steps, into RUN/staircase.json."""
+    task = task_of(config)
+    if task is None:
+        return
+    folder = ckpt.find_checkpoint(run, None)
+    model, _ = ckpt.load_model(folder)
+    c, step = config.train, ckpt.read_progress(folder).step
+    measure_staircase(model, task, c.staircase_loops, c.staircase_samples, c.seed, step).save(run)
+
+
+def find_data(run: Path, data_dir: Path | None) -> Path:
     """The shards of a run: the ones given, the ones it was started with (RUN/data_dir.json), or RUN/data."""
-    if given is not None:
-        if not given.is_dir():
-            raise UserError(f"--data-dir {given} does not exist: make it with `twoscale prepare`")
-        return given.resolve()
+    if data_dir is not None:
+        if not data_dir.is_dir():
+            raise UserError(f"--data-dir {data_dir} does not exist: make it with `twoscale prepare`")
+        return data_dir.resolve()
+    if RunFolder(run).task.exists():
+        name = getattr(load_task(run), "name", "none")
+        raise UserError(f"{run} was trained on the task {name} and has no text: this command needs text")
     elsewhere = RunFolder(run).data_dir
     if not elsewhere.exists():
         return RunFolder(run).data
-    noted = read_json(elsewhere)
-    if not isinstance(noted, dict) or not isinstance(noted.get("path"), str) or not Path(noted["path"]).is_dir():
+    pointer = read_json(elsewhere)
+    if not isinstance(pointer, dict) or not isinstance(pointer.get("path"), str) or not Path(pointer["path"]).is_dir():
         raise UserError(f"the shards that {run} was trained on are gone (see {elsewhere}): name them with --data-dir")
-    return Path(noted["path"])
+    return Path(pointer["path"])
 
 
-def _open_folder(config: RunConfig, run: Path, data: Path, progress: Progress, wanted: Tokenizer | None) -> None:
+def _open_folder(
+    config: RunConfig, run: Path, data: Path | None, progress: Progress, init: tuple[LoopedGPT, Tokenizer | None] | None
+) -> None:
     """Everything about the folder that must be right before a model is built; nothing of an existing run is lost."""
     trained = bool(ckpt.list_checkpoints(RunFolder(run).checkpoints))
     if trained and not RunFolder(run).config.exists():
         raise UserError(f"{run} has checkpoints but no {ckpt.CONFIG}: choose another --out")
     if trained:
         check_same(ckpt.load_config(run), config, run)
+    wanted, task = None if init is None else init[1], task_of(config)
+    if task is not None:
+        load_task(run)  # an error where it is of another version
+        if init is not None and (wanted is None or wanted.fingerprint != task.tokenizer().fingerprint):
+            raise UserError(
+                f"the model that training starts from is not of the task {task.name} with these settings (its vocabulary is another): "
+                "start without --init, or from a run on the same task"
+            )
+        ckpt.save_config(run, config)
+        task.tokenizer().save(run)
+        save_task(run, task)
+        return
+    assert data is not None
     if data == RunFolder(run).data:
         skipped = describe_skipped(prepare(config.data, data, progress))
         if skipped is not None:
@@ -98,13 +136,13 @@ def note_data(run: Path, data: Path) -> None:
 
 
 def describe(trainer: Trainer, world: World) -> str:
-    """One line on what is about to run."""
+    """Two lines on what is about to run, and on which text or task its validation loss is measured."""
     c, m = trainer.config.train, trainer.config.model
-    groups = "; ".join("-".join(str(layer) for layer in (g[0], g[-1])[: len(g)]) for g in m.groups)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     at = f"going on from step {trainer.progress.step}" if trainer.progress.step else "starting"
     return (
-        f"{trainer.config.name}: {parameters / 1e6:.2f}M parameters, {m.n_layer} layers, loop groups {groups or 'none'}, "
-        f"r = {m.mean_loops}, {c.optimizer}, {world.size} x {world.device.type}"
-        f"{', compiled' if trainer.compiled else ''}; {at}, {c.steps} steps"
+        f"{trainer.config.name}: {parameters / 1e6:.2f}M parameters, {m.n_layer} layers, loop groups {group_list(m.groups)}, "
+        f"default depth {plural(m.mean_loops, 'loop')}, optimizer {c.optimizer}, {world.size} x {world.device.type}"
+        f"{', compiled' if trainer.compiled else ''}; {at}, {plural(c.steps, 'step')}\n"
+        f"losses in nats a token; val: {trainer.val_text}"
     )

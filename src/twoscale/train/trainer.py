@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from twoscale.config import RunConfig, UserError
 from twoscale.config.run_folder import RunFolder
-from twoscale.data import Batches, TokenData, Tokenizer, held_out
+from twoscale.config.words import plural
 from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
+from twoscale.train.objective import build_objective, read_answers
 from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
 from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard, reuse_memory, uncompiled
 from twoscale.train.settings import check_checkpoint
+from twoscale.train.source import open_source
 
 
 class Diverged(RuntimeError):
@@ -41,6 +43,8 @@ class TrainResult:
     val_loss: float | None
     checkpoint: Path | None
     signal: int | None = None
+    val_text: str = ""
+    """Which held-out text or samples `val_loss` is of, and at how many loops."""
 
 
 class Interrupts:
@@ -80,7 +84,7 @@ class Trainer:
         self,
         config: RunConfig,
         run: Path,
-        data: Path,
+        data: Path | None,
         world: World,
         checkpoint: str | None = None,
         probes: Sequence[Probe] = (),
@@ -92,14 +96,9 @@ class Trainer:
         c = config.train
         reuse_memory(world.device)
         self.micro = _micro_batch(config, world)
-        self.tokenizer = Tokenizer.load(data)
-        train_data, self.val_data = TokenData(data, "train"), TokenData(data, "val")
-        if train_data.vocab_size > config.model.vocab_size:
-            raise UserError(
-                f"the data in {data} has {train_data.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: raise it"
-            )
-        self.batches = Batches(train_data, config.model.block_size, c.seed)
-        self.held_out = held_out(self.val_data, config.model.block_size, c.eval_sequences)
+        self.objective = build_objective(config)
+        self.source = open_source(config, data)
+        self.held_out = self.source.heldout(c.eval_sequences)
         self.model = LoopedGPT(config.model, seed=c.seed).to(world.device)
         self.progress = ckpt.Progress(step=0, tokens=0, sample=0, seed=c.seed)
         source = self._find_checkpoint(checkpoint)
@@ -108,8 +107,12 @@ class Trainer:
             self.progress = ckpt.read_progress(source)
             ckpt.load_weights(self.model, ckpt.read_tensors(source / ckpt.MODEL), source / ckpt.MODEL)
         elif init is not None:
-            ckpt.load_weights(self.model, ckpt.model_tensors(init), Path("--init"))
-        self.given = init is not None and source is None
+            fresh_gate = {name: p for name, p in self.model.named_parameters() if ".gate." in name}
+            ckpt.load_weights(self.model, fresh_gate | ckpt.model_tensors(init), Path("--init"))
+        self.from_init = init is not None and source is None
+        if c.objective.gate_only:
+            for name, p in self.model.named_parameters():
+                p.requires_grad_(".gate." in name)
         self.compiled = self.progress.step < c.steps and compile_blocks(self.model, c, world, self.micro)
         self.wrapped = distribute(self.model, c, world)
         self.optimizers = build_optimizers(self.model, c)
@@ -142,7 +145,7 @@ class Trainer:
         metrics = self.metrics = Metrics(self.run, self.config, self.progress.step) if world.main else None
         line = ProgressLine(self.progress.step, c.steps, self.config.name) if world.main else None
         stopped = False
-        if self.given:
+        if self.from_init:
             self.save()  # a run that is killed early must not go on from fresh weights
         probed = self._probe() if self.progress.step == 0 else 0.0
         try:
@@ -153,15 +156,16 @@ class Trainer:
                     record["tokens_per_s"] = round(c.batch_size * self.config.model.block_size / (time.perf_counter() - started), 1)
                     step = self.progress.step
                     if step % c.eval_interval == 0 or step == c.steps:
-                        self.progress = replace(self.progress, val_loss=self.evaluate())
-                        record["val_loss"] = self.progress.val_loss
+                        record |= self.evaluate()
+                        self.progress = replace(self.progress, val_loss=float(record["val_loss"]))  # type: ignore[arg-type]
                     if c.geometry_interval and (step % c.geometry_interval == 0 or step == c.steps):
                         probed += self._probe()
                     if probed:
                         record["geometry_s"], probed = round(probed, 3), 0.0
                     if metrics is not None and line is not None:
                         metrics.write(record)
-                        line.update(step, _summary(record, self.progress.val_loss))
+                        at = step if step == c.steps else step - step % c.eval_interval
+                        line.update(step, progress_summary(record, self.progress.val_loss, at))
                     if step % c.checkpoint_interval == 0 or step in c.milestones or step == c.steps or stopped:
                         self.save()
         finally:
@@ -169,7 +173,13 @@ class Trainer:
                 metrics.close()
                 line.close()
         finished = self.progress.step >= c.steps
-        return TrainResult(self.progress.step, finished, self.progress.val_loss, self.last_saved, interrupts.received)
+        return TrainResult(self.progress.step, finished, self.progress.val_loss, self.last_saved, interrupts.received, self.val_text)
+
+    @property
+    def val_text(self) -> str:
+        """Which held-out text or samples the validation loss is of, and at how many loops."""
+        m, text = self.config.model, self.source.describe(self.held_out[1])
+        return f"{text}, at {plural(m.mean_loops, 'loop')}" if m.n_groups else text
 
     def loops_at(self, step: int) -> tuple[int, ...]:
         """The loops of each group at a step."""
@@ -207,9 +217,10 @@ class Trainer:
         total = torch.zeros((), device=world.device)
         for first in range(0, share, self.micro):
             mine = rows[first : first + self.micro]
-            ids, targets = self._to_device(self.batches([step * c.batch_size + row for row in mine]))
+            ids, targets = self._to_device(self.source([step * c.batch_size + row for row in mine]))
             with gradient_sync(self.wrapped, now=first + self.micro >= share), self._autocast():
-                loss = self.wrapped(ids, targets, loops=loops, noise=StateNoise(c.seed, step, tuple(mine)))
+                noise = StateNoise(c.seed, step, tuple(mine))
+                loss = self.wrapped(ids, targets, loops=loops, noise=noise, objective=self.objective)
                 (loss * (self.micro / share)).backward()
             total += loss.detach() * (self.micro / share)
         return total
@@ -249,12 +260,13 @@ class Trainer:
         return time.perf_counter() - started
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean cross-entropy on the held-out windows at mean_loops steps, shared among the processes."""
+    def evaluate(self) -> dict[str, object]:
+        """`val_loss`: mean cross-entropy on held-out sequences at mean_loops steps; on a task also `val_accuracy`."""
         module = self.evaluated
+        judge = read_answers if self.config.task != "none" else None
         ids, targets = self.held_out
         per_round = self.micro * self.world.size
-        total = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros(3, dtype=torch.float64)
         for first in range(0, len(ids), per_round):
             place = torch.arange(self.micro) + first + self.world.rank * self.micro
             inside = place < len(ids)
@@ -262,12 +274,14 @@ class Trainer:
             batch, wanted = self._to_device((ids[place], targets[place].masked_fill(~inside[:, None], -1)))
             count = int(inside.sum()) * ids.shape[1]
             with self._autocast():
-                loss = module(batch, wanted, noise=StateNoise())
+                found = module(batch, wanted, noise=StateNoise(), objective=judge)
             if count:
-                total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+                loss, right = found.double().cpu().expand(2) if judge is None else found.double().cpu()
+                total += torch.stack((loss * count, right * count, torch.tensor(float(count))))
         reshard(module)
         summed = self.world.mean(total.to(self.world.device))
-        return float(summed[0] / summed[1])
+        result: dict[str, object] = {"val_loss": float(summed[0] / summed[2])}
+        return result if judge is None else result | {"val_accuracy": round(float(summed[1] / summed[2]), 6)}
 
     def save(self) -> None:
         """Write a checkpoint; every process takes part in gathering, the first one writes."""
@@ -276,7 +290,9 @@ class Trainer:
         if self.world.main:
             c = self.config.train
             try:
-                self.last_saved = ckpt.save_checkpoint(self.checkpoints, self.config, self.progress, model, optimizer, self.tokenizer)
+                self.last_saved = ckpt.save_checkpoint(
+                    self.checkpoints, self.config, self.progress, model, optimizer, self.source.tokenizer
+                )
                 ckpt.prune(self.checkpoints, c.keep_last, c.milestones)
             except UserError as problem:
                 error = str(problem)
@@ -303,7 +319,11 @@ def _micro_batch(config: RunConfig, world: World) -> int:
     return micro
 
 
-def _summary(record: dict[str, object], val_loss: float | None) -> str:
+def progress_summary(record: dict[str, object], val_loss: float | None, at: int) -> str:
+    """The progress line; the validation loss with the step at which it was measured."""
     loops = "/".join(str(k) for k in record["loops"])  # type: ignore[attr-defined]
-    val = f"  val {val_loss:.4f}" if val_loss is not None else ""
+    measured = [f"step {at}"]
+    if (right := record.get("val_accuracy")) is not None:
+        measured.append(f"{100 * right:.1f} % right")  # type: ignore[operator]
+    val = f"  val {val_loss:.4f} ({', '.join(measured)})" if val_loss is not None else ""
     return f"loss {record['loss']:.4f}{val}  {record['tokens_per_s']:.0f} tok/s  loops {loops}"

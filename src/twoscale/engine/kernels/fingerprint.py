@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from twoscale.engine.native import native, pointer, threads_to_use
+from twoscale.engine.kernels.library import native, pointer, threads_to_use
 
 Fingerprint = tuple[tuple[str, torch.Size, int], ...]
 

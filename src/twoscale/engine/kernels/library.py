@@ -1,6 +1,6 @@
-"""The C kernels of native.c and sample.c, built once on this machine: `native()` gives them, or None where they cannot be had.
+"""The library of C kernels, built once on this machine: `native()` returns it, or None where it cannot be built.
 
-They need a C compiler (cc, gcc or clang; $CC is heard) and a CPU. The library lies in the user's cache folder under a name
+It needs a C compiler (cc, gcc or clang, or what $CC names) and a CPU. The library lies in the user's cache folder under a name
 made from the source, the compiler and the CPU, and from its own size and hash, which are checked before it is loaded.
 TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
 """
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +33,7 @@ SANITIZE = os.environ.get("TWOSCALE_SANITIZE", "0") not in ("", "0")
 """Whether the kernels are built with AddressSanitizer and UndefinedBehaviorSanitizer, as `make sanitize` does; the process must then have
 been started with libasan preloaded."""
 
-_WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512" and not SANITIZE  # then the kernels take all that they can
-ROWS = 16 if _WIDE else 1 << 20
-"""Up to so many rows the kernels multiply. With vectors of 8 they are quicker than torch's operators for any number (measured: 2 cores,
-AVX2, width 768: 1.1x at 512 rows, 1.4x at 32, 2x at 6). Operators with vectors of 16 were not at hand: there only few rows are sure."""
-
-FUSED = 16 if _WIDE else 512
+FUSED = 512
 """Up to so many rows go through a whole block in one call, which holds all that is in between."""
 
 PANEL = 16
@@ -47,6 +42,8 @@ SOURCES = ("team.c", "native.c", "sample.c", "fingerprint.c")  # one translation
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
 _SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3", "-DNDEBUG")
 FLAGS = (*_SPEED, *_CHECKS, "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread", "-w")
+
+Library = ctypes.CDLL
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
@@ -73,7 +70,7 @@ class BlockWeights(ctypes.Structure):
     )
 
 
-class Seen(ctypes.Structure):
+class KVView(ctypes.Structure):
     """Where rows store their keys and values, as native.c has it."""
 
     _fields_ = (
@@ -90,21 +87,21 @@ class Once(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.__doc__ = make.__doc__
-        self._make, self._made, self._lock = make, list[T](), threading.Lock()
+        self._make, self._result, self._lock = make, list[T](), threading.Lock()
 
     def __call__(self) -> T:
-        if not self._made:
+        if not self._result:
             with self._lock:
-                if not self._made:
-                    self._made.append(self._make())
-        return self._made[0]
+                if not self._result:
+                    self._result.append(self._make())
+        return self._result[0]
 
     def cache_clear(self) -> None:
-        self._made = []
+        self._result = []
 
 
 @Once
-def native() -> Any | None:
+def native() -> Library | None:
     """The loaded library, or None."""
     if os.environ.get("TWOSCALE_NATIVE", "1") == "0":
         return None
@@ -190,11 +187,11 @@ def _roomy(shape: torch.Size) -> Tensor:
     return whole[-whole.data_ptr() % HUGE // 4 :][: shape.numel()].view(shape)
 
 
-def load_library() -> Any:
+def load_library() -> Library:
     """The library from the cache folder if it is whole, else built anew."""
     if SANITIZE and not hasattr(ctypes.CDLL(None), "__asan_init"):
         raise UserError("TWOSCALE_SANITIZE=1 needs a process with libasan preloaded: use make sanitize, or unset it")
-    source = b"\n".join(resources.files("twoscale.engine").joinpath(name).read_bytes() for name in SOURCES)
+    source = b"\n".join(resources.files("twoscale.engine.kernels").joinpath(name).read_bytes() for name in SOURCES)
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None or shutil.which(compiler) is None:
         raise NoCompiler("no C compiler")
@@ -217,7 +214,7 @@ def _whole(path: Path) -> bool:
     return path.stem.split("-")[2:] == [str(len(data)), hashlib.sha256(data).hexdigest()]
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> Library:
     library = ctypes.CDLL(str(path))
     for name, types in _SIGNATURES.items():
         function = getattr(library, name)
@@ -227,7 +224,7 @@ def _opened(path: Path) -> Any:
     return library
 
 
-def _right(library: Any) -> bool:
+def _right(library: Library) -> bool:
     """Whether a small product comes out as torch has it."""
     x, w = (torch.linspace(-1, 1, n * 37, dtype=torch.float32, device="cpu").view(n, 37) for n in (3, 19))
     inside, y = panels(w), floats(3 * 19).view(3, 19)
@@ -276,7 +273,7 @@ def _cpu() -> bytes:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        told = sorted({line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))})
+        described = sorted({line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))})
     except OSError:
-        told = [platform.processor()]
-    return "|".join([platform.machine(), torch.__version__, *told]).encode()
+        described = [platform.processor()]
+    return "|".join([platform.machine(), torch.__version__, *described]).encode()

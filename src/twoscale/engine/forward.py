@@ -8,25 +8,28 @@ out.steps            # (B, T, G): every token left every group on its own
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.show import OneLine
-from twoscale.engine.loop import Engine
+from twoscale.data import Tokenizer
+from twoscale.data.text import Tokens, as_token_ids
+from twoscale.engine.engine import Engine
+from twoscale.engine.request import loop_params
+from twoscale.engine.scheduler import NOT_FINITE
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.input import as_batch, check_start
 
-NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
-LONG = 256  # passes of a rule that goes token by token are announced from here on
+MIN_WARNED_PASSES = 256  # passes of a rule that goes token by token from which on a warning is given
 
 
 @dataclass(frozen=True, repr=False)
 class Forward(OneLine):
-    """The answers of one pass."""
+    """What one pass gives."""
 
     logits: Tensor
     """(B, T, V) fp32; zero where a row is shorter than T."""
@@ -40,12 +43,13 @@ class Forward(OneLine):
 @torch.no_grad()
 def forward(
     model: LoopedGPT,
-    ids: Tensor | Sequence[Sequence[int]],
+    ids: Tokens,
     *,
     loops: int | Sequence[int] | None = None,
     exit: Exit | None = None,
     start: Sequence[Tensor] | None = None,
     seed: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> Forward:
     """Logits and steps for ids (B, T), or for a ragged list of lists.
 
@@ -53,8 +57,9 @@ def forward(
     mean_loops). `exit` is a rule of twoscale.exits, {group: rule}, or "auto" (the calibration that came with the
     model, loops included unless given): tokens leave one by one and are computed no more.
     `start` gives the groups' initial states, one (B, T, C) each; without it they are a function of (`seed`, group, position).
+    With a `tokenizer` the sequences may be text.
     """
-    tokens, lengths = as_batch(ids, model.config.vocab_size, model.config.block_size)
+    tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
     device = next(model.parameters()).device
     if start is not None:
         check_start(start, model.config, tokens)
@@ -64,7 +69,7 @@ def forward(
         logits = model.head(x).float().masked_fill(padding[..., None], 0.0)
         steps = steps.masked_fill(padding[..., None], 0)
     else:
-        logits, steps = _leaving(model, tokens, lengths.tolist(), ~padding, loops, exit, start, seed)
+        logits, steps = _with_exits(model, tokens, lengths.tolist(), ~padding, loops, exit, start, seed)
     check_finite(logits)
     return Forward(logits, steps)
 
@@ -75,28 +80,28 @@ def check_finite(logits: Tensor) -> None:
         raise UserError(NOT_FINITE)
 
 
-def _leaving(
+def _with_exits(
     model: LoopedGPT,
     tokens: Tensor,
     lengths: list[int],
-    there: Tensor,
+    real: Tensor,
     loops: int | Sequence[int] | None,
     exit: Exit,
     start: Sequence[Tensor] | None,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     """The pass with tokens that leave, on the engine's rows: logits (B, T, V) and steps (B, T, G)."""
-    # All tokens of a sequence are at the same step, so their newest keys and values are all that anybody needs.
-    engine = Engine(model, loops=loops, exit=exit, kv="last", seed=seed)
-    if engine.token_by_token:  # then they are not
-        engine = Engine(model, loops=loops, exit=exit, seed=seed)
-        if max(lengths) >= LONG:
-            warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=4)
-    feeds = [(b, engine.open(n), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
-    states, steps = engine.run(feeds, None if start is None else [x.to(engine.device)[there] for x in start])
+    engine, params = Engine(model), loop_params(model, loops=loops, exit=exit, seed=seed)
+    if not params.token_by_token:
+        # All tokens of a sequence are at the same step, so their newest keys and values are all that is read.
+        params = replace(params, kv="last")
+    elif max(lengths) >= MIN_WARNED_PASSES:
+        warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=4)
+    feeds = [(b, engine.open(n, params), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
+    states, steps = engine.run(feeds, None if start is None else [x.to(engine.device)[real] for x in start])
     logits = engine.model.head(states).float()
-    if bool(there.all()):
+    if bool(real.all()):
         return logits.view(*tokens.shape, -1), steps.view(*tokens.shape, -1)
     padded = [torch.zeros(*tokens.shape, x.shape[-1], dtype=x.dtype, device=x.device) for x in (logits, steps)]
-    padded[0][there], padded[1][there] = logits, steps
+    padded[0][real], padded[1][real] = logits, steps
     return padded[0], padded[1]

@@ -1,6 +1,6 @@
 /* The few operations of a block on few rows, fused: what decoding one token at a time spends its time in.
  *
- * Compiled once on the user's machine by native.py, after team.c, and called through ctypes; where there is no compiler the engine runs on
+ * Compiled once on the user's machine by library.py, after team.c, and called through ctypes; where there is no compiler the engine runs on
  * torch's operators. Everything is fp32 and contiguous unless a stride is given.
  *
  * A dot product is summed in the same order whatever the number of rows, so a row's result does not depend, to the bit, on
@@ -195,7 +195,7 @@ void linear(int threads, int n, int I, int O, const float *x, const float *w, fl
     RUN(threads, linear_task, a);
 }
 
-/* A block's sizes and weights; native.py has the same fields in the same order. */
+/* A block's sizes and weights; library.py has the same fields in the same order. */
 typedef struct {
     int32_t C, H, J, D, M, gated, on_sum;
     float eps;
@@ -344,28 +344,28 @@ typedef struct {
     const int64_t *owner, *room, *position;
     float **keys, **values;
     int64_t longest;
-} Seen;
+} KVView;
 
 /* Queries, keys and values with row strides, and where the result goes: (n, H, D). */
 typedef struct {
     int n, H, J, D;
     const float *q, *k, *v;
     long q_row, k_row, v_row, longest;
-    const Seen *seen;
+    const KVView *view;
     float *scores; /* 2 * threads * longest floats */
     float *out;
 } Attention;
 
 /* Rows t and t + 1 under one head: together where they are of one sequence, each by itself otherwise. */
 static void attend_pair(const Attention *a, int t, int h, float *score) {
-    const Seen *seen = a->seen;
+    const KVView *view = a->view;
     int H = a->H, D = a->D;
     for (int end = t + 2 < a->n ? t + 2 : a->n; t < end; t++) {
-        long s = seen->owner[t], head = (long)(h / (H / a->J)) * seen->room[s] * D, at = seen->position[t];
-        const float *query = a->q + t * a->q_row + (long)h * D, *keys = seen->keys[s] + head, *values = seen->values[s] + head;
+        long s = view->owner[t], head = (long)(h / (H / a->J)) * view->room[s] * D, at = view->position[t];
+        const float *query = a->q + t * a->q_row + (long)h * D, *keys = view->keys[s] + head, *values = view->values[s] + head;
         float *y = a->out + ((long)t * H + h) * D;
-        if (t % 2 == 0 && t + 1 < a->n && seen->owner[t + 1] == s && seen->position[t + 1] > at) {
-            attend_two(D, (int)at + 1, (int)seen->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
+        if (t % 2 == 0 && t + 1 < a->n && view->owner[t + 1] == s && view->position[t + 1] > at) {
+            attend_two(D, (int)at + 1, (int)view->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
                        y + (long)H * D);
             return;
         }
@@ -379,9 +379,9 @@ static int attention(Member *me, const Attention *a) {
     while (claim(me, &s))
         for (int t = s.first; t < s.last; t++)
             for (int j = 0; j < a->J; j++) {
-                long owner = a->seen->owner[t], at = (j * a->seen->room[owner] + a->seen->position[t]) * a->D;
-                memcpy(a->seen->keys[owner] + at, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
-                memcpy(a->seen->values[owner] + at, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
+                long owner = a->view->owner[t], at = (j * a->view->room[owner] + a->view->position[t]) * a->D;
+                memcpy(a->view->keys[owner] + at, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
+                memcpy(a->view->values[owner] + at, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
             }
     if (!settled(me, &s)) return 0;
     float *score = a->scores + 2 * me->part * a->longest;
@@ -395,8 +395,8 @@ static void attend_task(const void *arguments, Member *me) { attention(me, argum
 
 /* Attention by itself; see above. */
 void attend(int threads, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row, long v_row,
-            const Seen *seen, float *scores, float *out) {
-    Attention a = {n, H, J, D, q, k, v, q_row, k_row, v_row, seen->longest, seen, scores, out};
+            const KVView *view, float *scores, float *out) {
+    Attention a = {n, H, J, D, q, k, v, q_row, k_row, v_row, view->longest, view, scores, out};
     RUN(threads, attend_task, a);
 }
 
@@ -557,12 +557,12 @@ static void block_task(const void *arguments, Member *me) {
 
 /* A block on n rows of any sequences. cos and sin are (n, D) or null; work holds n * (3 C + (2 H + 2 J) D + U) + 2 threads longest floats,
  * where U is M, or 2 M for a gated MLP. */
-void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const Seen *seen, float *work, float *out) {
+void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const KVView *view, float *work, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M, O = (H + 2 * J) * D, A = H * D, U = b->gated ? 2 * M : M;
     float *normed = work, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
     float *attended = heads + (long)n * O, *hidden = attended + (long)n * A, *scores = hidden + (long)n * U;
     const float *keys = heads + (long)H * D, *values = keys + (long)J * D;
-    Attention attention = {n, H, J, D, heads, keys, values, O, O, O, seen->longest, seen, scores, attended};
+    Attention attention = {n, H, J, D, heads, keys, values, O, O, O, view->longest, view, scores, attended};
     BlockRows a = {.n = n, .C = C, .O = O, .A = A, .M = M, .U = U, .rotated = b->qk_bias || cos, .b = b, .x = x, .cos = cos, .sin = sin,
                    .qkv = b->qkv, .wo = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
                    .heads = heads, .hidden = hidden, .out = out, .attention = attention};

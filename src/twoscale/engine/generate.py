@@ -1,0 +1,164 @@
+"""`twoscale.generate`: cached decoding of ragged batches, every token leaving every loop on its own.
+
+gen = twoscale.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=64, exit=exits.Acceleration(1e-2), loops=30)
+gen.tokens[1]    # the new tokens of the second text: what it gives alone, whatever it shares the batch with
+gen.steps[1]     # for each of them, the steps that the pass which chose it took in each group
+
+With a tokenizer prompts may be strings: twoscale.generate(model, "Once upon a time", tokenizer=tokenizer).texts[0]
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from twoscale.config import UserError
+from twoscale.config.show import OneLine
+from twoscale.data import Tokenizer
+from twoscale.data.text import Tokens, as_token_ids
+from twoscale.engine.kernels import KernelName
+from twoscale.engine.request import LoopParams, Request, SamplingParams, Share, loop_params, split_stop
+from twoscale.engine.scheduler import Scheduler, run_until_done
+from twoscale.engine.text import TextStream
+from twoscale.exits import Exit
+from twoscale.model import LoopedGPT
+from twoscale.model.input import as_batch
+
+Callback = Callable[[int, int, tuple[int, ...]], object]
+
+PREFILL_CHUNK = 2048  # tokens of prompts that go through the network together
+MAX_NUM_SEQS = 256  # texts that are written at a time
+
+
+@dataclass(frozen=True, repr=False)
+class Generation(OneLine):
+    """What was written, one entry for each prompt."""
+
+    tokens: list[list[int]]
+    """The new tokens; a stop token that ended a text is the last of them."""
+    steps: list[list[tuple[int, ...]]]
+    """For each new token, the steps in each group of the pass that chose it."""
+    prompt_steps: list[list[tuple[int, ...]]]
+    """For each token of the prompt, its steps; the last entry is also the first of `steps`."""
+    finish: list[str]
+    """Why each text ended: `stop` or `length`."""
+    work: list[int]
+    """Applications of each group's map to one token, in all: the sum of all steps."""
+    cache_bytes: int
+    """What keys and values held at the most, over all texts."""
+    logprobs: list[list[list[tuple[int, float]]]] | None = None
+    """For each new token: itself and the likeliest ones, with their log-probabilities; None unless they were asked for."""
+    texts: list[str] | None = None
+    """The new text, cut before a stop string; None without a tokenizer."""
+
+    def __post_init__(self) -> None:
+        assert all(len(t) == len(s) for t, s in zip(self.tokens, self.steps, strict=True))
+
+
+def generate(
+    model: LoopedGPT,
+    ids: Tokens,
+    max_new_tokens: int = 64,
+    *,
+    exit: Exit | None = None,
+    loops: int | Sequence[int] | None = None,
+    kv: str = "exact",
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: str | int | Iterable[str | int] = (),
+    logprobs: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    callback: Callback | None = None,
+    kernels: KernelName = "auto",
+) -> Generation:
+    """Continue every prompt by at most `max_new_tokens` tokens.
+
+    `exit` and `loops` are as in `forward`; `kv` says which keys and values are kept (`exact`, `last`, `ring:n`). A token or a string of
+    `stop` ends its text. `callback(row, token, steps)` is called for every new token as it comes. `seed` fixes the start states and the
+    draws; texts with the same prompt in one batch draw differently. With a `tokenizer` prompts and stops may be strings.
+    """
+    ended_by, stop_strings = split_stop(stop)
+    sampling = SamplingParams(temperature, top_k, top_p, seed, max_new_tokens, ended_by, stop_strings, logprobs)
+    params = loop_params(model, exit=exit, loops=loops, kv=kv, seed=seed)
+    scheduler = offline_scheduler(model, kernels)
+    requests = make_requests(model, ids, sampling, params, tokenizer)
+    streams = [follow(request, tokenizer, callback) for request in requests]
+    run_until_done(scheduler, requests)
+    return Generation(
+        [r.tokens for r in requests],
+        [r.steps for r in requests],
+        [r.prompt_steps for r in requests],
+        [r.finish for r in requests],
+        list(scheduler.engine.work),
+        scheduler.max_cache_bytes,
+        None if logprobs is None else [r.logprobs for r in requests],
+        None if tokenizer is None else [s.text for s in streams if s is not None],
+    )
+
+
+def stream(model: LoopedGPT, prompt: Sequence[int], sampling: SamplingParams, params: LoopParams) -> Iterator[Request]:
+    """One request, to be iterated: gives it after each new token, and does no work in between."""
+    scheduler = offline_scheduler(model)
+    (request,) = make_requests(model, [prompt], sampling, params)
+    scheduler.add(request)
+
+    def tokens() -> Iterator[Request]:
+        n = 0
+        while scheduler.step():
+            if request.error is not None:
+                raise request.error
+            if len(request.tokens) > n:
+                n += 1
+                yield request
+
+    return tokens()
+
+
+def offline_scheduler(model: LoopedGPT, kernels: KernelName = "auto") -> Scheduler:
+    """A scheduler for a caller who has all requests at hand."""
+    return Scheduler(
+        model, max_num_seqs=MAX_NUM_SEQS, cache_bytes=math.inf, prefill_chunk=PREFILL_CHUNK, isolate_errors=False, kernels=kernels
+    )
+
+
+def make_requests(
+    model: LoopedGPT, ids: Tokens, sampling: SamplingParams, params: LoopParams, tokenizer: Tokenizer | None = None
+) -> list[Request]:
+    """A request for every prompt; those with the same prompt draw differently."""
+    if sampling.stop and tokenizer is None:
+        raise UserError("a stop string needs the model's tokenizer: give tokenizer=, or stop at token ids")
+    tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
+    prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    seen: Counter[tuple[int, ...]] = Counter()
+    requests, share = [], Share()
+    for i, prompt in enumerate(prompts):
+        requests.append(Request(prompt, sampling, params, stream=seen[tuple(prompt)], sequence=i, share=share))
+        seen[tuple(prompt)] += 1
+    return requests
+
+
+def follow(request: Request, tokenizer: Tokenizer | None, callback: Callback | None = None) -> TextStream | None:
+    """Call the callback for every new token, and end the request at a stop string; returns its text."""
+    sampling = request.sampling
+    text = None if tokenizer is None else TextStream(tokenizer, request.prompt, sampling.stop, sampling.stop_token_ids)
+    if text is None and callback is None:
+        return None
+    n_seen = 0
+
+    def on_token(request: Request) -> None:
+        nonlocal n_seen
+        for token, steps in zip(request.tokens[n_seen:], request.steps[n_seen:], strict=True):
+            n_seen += 1
+            if text is not None:
+                text.add(token)
+            if callback is not None:
+                callback(request.sequence, token, steps)
+        if text is not None and request.finish:
+            text.finish()
+        if text is not None and text.stopped:
+            request.finish = "stop"
+
+    request.on_token = on_token
+    return text

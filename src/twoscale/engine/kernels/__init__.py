@@ -1,0 +1,7 @@
+"""Kernels: one interface (`base.Kernels`), three implementations (`native`, `packed`, `eager`), and the decode copy that uses them."""
+
+from twoscale.engine.kernels.base import Kernels, RowKernels
+from twoscale.engine.kernels.decode_copy import DecodeCopy, KernelName, choose_kernels, optimize_for_decode
+from twoscale.engine.kernels.eager import EagerKernels
+
+__all__ = ["DecodeCopy", "EagerKernels", "KernelName", "Kernels", "RowKernels", "choose_kernels", "optimize_for_decode"]

@@ -1,0 +1,201 @@
+"""Kernels made of torch's operators: any device and precision, the model's own weights, and the reference for the other kernels.
+
+Shapes: N rows, C width, S sequences, H query heads, J key/value heads, T positions, D head width.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twoscale.engine.kernels.base import Kernels, RowKernels
+from twoscale.engine.kernels.slots import Slab, Slot, Slots
+from twoscale.exits.rule import Meter, Numbers
+from twoscale.geometry.steps import length
+from twoscale.model.layers import MLP, Attend, Block, RMSNorm
+
+if TYPE_CHECKING:
+    from twoscale.engine.cache import LayerCache, Place
+    from twoscale.engine.rows import Part, Rows
+
+
+MIN_POSITIONS = 64  # of a slot
+
+
+def _slot_positions(capacity: int) -> int:
+    """Positions of a slot: a power of two, so that sequences of similar length share a slab."""
+    return max(MIN_POSITIONS, 1 << (capacity - 1).bit_length())
+
+
+class EagerNorm(nn.Module):
+    """RMSNorm in a few operations: x sqrt(C) / sqrt(||x||^2 + C eps) * gain."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.norm, self.root = norm, math.sqrt(norm.weight.shape[0])
+        self.floor = torch.tensor(self.root * math.sqrt(norm.eps), dtype=torch.float32, device=norm.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+        return (x32 * (self.root / torch.hypot(norm, self.floor))).mul_(self.norm.weight.detach()).type_as(x)
+
+
+def measure(before: Tensor, after: Tensor, last: Tensor) -> tuple[Numbers, ...]:
+    """||D||, ||D - last||, ||last|| and ||before|| for the step D = after - before of every row (N, C); `last` becomes D."""
+    before = before.float()
+    step = after.float() - before
+    found = length(step), length(step - last), length(last), length(before)
+    last.copy_(step)
+    return found
+
+
+class EagerKernels(Kernels):
+    """torch's operators on the model's own weights."""
+
+    name = "torch"
+    copies_weights = False
+
+    def __init__(self, batch_attention: bool = True) -> None:
+        """Without `batch_attention` there is one attention call a sequence, to measure and test against."""
+        self.slots, self.batch_attention = Slots(), batch_attention
+
+    def linear(self, weight: Tensor) -> nn.Module:
+        raise AssertionError("the model's own linear maps are used")
+
+    def norm(self, norm: RMSNorm) -> nn.Module:
+        return EagerNorm(norm)
+
+    def mlp(self, mlp: MLP, up: nn.Module, down: nn.Module) -> nn.Module:
+        new = MLP.__new__(MLP)
+        new.__dict__.update(mlp.__dict__)
+        new._modules = {"up": up, "down": down}
+        return new
+
+    def block(self, block: Block) -> nn.Module:
+        return block
+
+    def bind(self, rows: "Rows") -> RowKernels:
+        return EagerRows(rows, self.batch_attention)
+
+    def meter(self) -> Meter:
+        return measure
+
+    def for_engine(self) -> Kernels:
+        return type(self)(self.batch_attention)
+
+    def expect_sequences(self, capacities: Sequence[int]) -> None:
+        self.slots.expected = Counter(map(_slot_positions, capacities))
+
+    def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
+        L, J, T, D = shape
+        slot = self.slots.take(layer, (L, J, _slot_positions(T), D), like)
+        return slot.keys[:, :, :T], slot.values[:, :, :T], slot
+
+    def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
+        return 0, 0
+
+    def settle(self, store: "LayerCache", k: int, at: "Place") -> None:
+        level = (k - 1) % store.max_levels
+        for held in (store.keys, store.values):
+            held[k : store.depth, :, at] = held[level, :, at]
+
+
+class EagerRows:
+    """Attention of rows: single tokens of many sequences in one call a slab, parts of several tokens one by one."""
+
+    def __init__(self, rows: "Rows", batch_attention: bool) -> None:
+        self.parts, self.positions, self.n = rows.parts, rows.positions, rows.n  # not `rows`, which refer to this object
+        self.masks: dict[object, Tensor | None] = {}
+        self.indices: dict[tuple[int, ...], Tensor] = {}
+        self.together = batch_attention and len(rows.parts) > 1 and rows.one_each
+        """Whether there are several sequences with one token each."""
+
+    def attention(self, layer: int) -> Attend:
+        attend = self._attend_slabs if self.together else self._attend_parts
+        return lambda q, k, v: attend(layer, q, k, v)
+
+    def _attend_slabs(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): one call for the sequences of a slab, shorter ones masked."""
+        by_slab: dict[Slab, list[tuple[int, int, int]]] = {}
+        for i, part in enumerate(self.parts):
+            store = part.cache.layers[layer]
+            level, slot = store.open_level(part.k or 1, part.cache.length), store.slot
+            assert isinstance(slot, Slot)
+            by_slab.setdefault(slot.slab, []).append((i, slot.index, level))
+        if len(by_slab) == 1:
+            ((slab, found),) = by_slab.items()
+            return self._attend_slab(slab, found, q[0], k[0], v[0])[None]
+        out = torch.empty_like(q)
+        for slab, found in by_slab.items():
+            index = self._index([i for i, _, _ in found])
+            out[0, index] = self._attend_slab(slab, found, q[0, index], k[0, index], v[0, index])
+        return out
+
+    def _attend_slab(self, slab: Slab, found: list[tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (n, H, D), k and v (n, J, D) of rows (place, slot, level) -> (n, H, D)."""
+        places, slots, levels = ([entry[i] for entry in found] for i in range(3))
+        parts = [self.parts[i] for i in places]
+        positions = self.positions if len(places) == self.n else self.positions[self._index(places)]
+        longest = max(part.end for part in parts)
+        keys: Tensor
+        values: Tensor
+        if len(set(levels)) == 1 and slots[-1] - slots[0] == len(slots) - 1 and slots == sorted(slots):  # neighbours at one level: no copy
+            rows = self._index(range(len(slots)))
+            keys, values = (x[slots[0] : slots[0] + len(slots), levels[0]] for x in (slab.keys, slab.values))
+            keys[rows, :, positions], values[rows, :, positions] = k, v
+            keys, values = keys[:, :, :longest], values[:, :, :longest]
+        else:
+            at, level = self._index(slots), self._index(levels)
+            slab.keys[at, level, :, positions], slab.values[at, level, :, positions] = k, v
+            keys, values = slab.keys[at, level, :, :longest], slab.values[at, level, :, :longest]
+        mask = self._padding(tuple(places), positions, [part.end for part in parts], q.dtype)
+        y = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        return y[:, :, 0]
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        key = tuple(numbers)
+        if key not in self.indices:
+            self.indices[key] = torch.tensor(key, device=self.positions.device)
+        return self.indices[key]
+
+    def _padding(self, places: tuple[int, ...], positions: Tensor, ends: list[int], dtype: torch.dtype) -> Tensor | None:
+        """(n, 1, 1, T): what is added to the scores, so that no row attends to padding; None where no sequence is shorter."""
+        if min(ends) == max(ends):
+            return None
+        if places not in self.masks:
+            self.masks[places] = _mask(positions, max(ends), dtype)[:, None, None]
+        return self.masks[places]
+
+    def _attend_parts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same, one call a sequence."""
+        gqa = q.shape[2] != k.shape[2]
+        outs, first = [], 0
+        for i, part in enumerate(self.parts):
+            store, rows = part.cache.layers[layer], slice(first, first + part.count)
+            new_keys, new_values = (x[0, rows].transpose(0, 1) for x in (k, v))
+            at = slice(part.at, part.at + 1) if isinstance(part.at, int) else part.at
+            keys, values = store.write(part.k or 1, at, new_keys, new_values, part.end, part.cache.length)
+            mask = None if part.causal or part.count == 1 else self._causal(i, part, first, q.dtype)
+            y = F.scaled_dot_product_attention(
+                q[:, rows].transpose(1, 2), keys[None], values[None], attn_mask=mask, is_causal=part.causal, enable_gqa=gqa
+            )
+            outs.append(y.transpose(1, 2))
+            first += part.count
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _causal(self, i: int, part: "Part", first: int, dtype: torch.dtype) -> Tensor:
+        """(n, T): what is added to the scores of a part's rows, so that none attends to a later position."""
+        key = ("part", i)
+        if key not in self.masks:
+            self.masks[key] = _mask(self.positions[first : first + part.count], part.end, dtype)
+        return cast(Tensor, self.masks[key])
+
+
+def _mask(positions: Tensor, end: int, dtype: torch.dtype) -> Tensor:
+    hidden = torch.arange(end, device=positions.device) > positions[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,274 @@
+"""The C kernels: linear maps, norms, activations and whole blocks in one call each, for any number of rows.
+
+A row's result does not depend on the rows beside it, to the bit. On AVX2 and on AVX-512 the products are quicker than oneDNN's for up to
+about 32 rows and level with them above (measured: 2 cores, widths 128 to 768), so they take every number of rows.
+
+Shapes: N rows, C width, H query heads, J key/value heads, D head width.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from twoscale.engine.kernels.base import Kernels, RowKernels
+from twoscale.engine.kernels.eager import EagerKernels
+from twoscale.engine.kernels.library import (
+    FUSED,
+    PANEL,
+    BlockWeights,
+    KVView,
+    Library,
+    floats,
+    input_and_output,
+    panels,
+    pointer,
+    row_pointer,
+    threads_to_use,
+)  # fmt: skip
+from twoscale.exits.rule import Meter, Numbers
+from twoscale.model.layers import MLP, Block, RMSNorm, Rope
+
+if TYPE_CHECKING:
+    from twoscale.engine.cache import LayerCache, Place
+    from twoscale.engine.rows import Rows
+
+MIN_PARALLEL_SIZE = 16_384  # entries from which a second thread pays
+
+
+class NativeLinear(nn.Module):
+    """x -> x @ weight.T from a copy of the weight in panels."""
+
+    def __init__(self, weight: Tensor, library: Library) -> None:
+        super().__init__()
+        self.rows, self.columns = weight.shape
+        self.square, self.library = self.rows == self.columns, library
+        self.panels = panels(weight)
+        self.address = pointer(self.panels, -(-self.rows // PANEL) * PANEL * self.columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.numel() // self.columns
+        if x.shape[-1] != self.columns:
+            raise ValueError(f"an input of width {x.shape[-1]} for a matrix of {self.columns} columns")
+        x, at, y, at_y = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
+        self.library.linear(threads_to_use(), n, self.columns, self.rows, at, self.address, at_y)
+        return y
+
+
+class NativeNorm(nn.Module):
+    """RMSNorm in one call."""
+
+    def __init__(self, norm: RMSNorm, library: Library) -> None:
+        """`norm` belongs to the decode copy, so its gain stays where it is."""
+        super().__init__()
+        self.norm, self.eps, self.library = norm, norm.eps, library
+        self.gain = pointer(norm.weight, norm.weight.numel())
+
+    def forward(self, x: Tensor) -> Tensor:
+        C, size = x.shape[-1], x.numel()
+        x, at, y, at_y = input_and_output(x, size)
+        threads = threads_to_use() if size > MIN_PARALLEL_SIZE else 1
+        self.library.rms_norm(threads, size // C, C, at, self.gain, self.eps, at_y)
+        return y
+
+
+class NativeMLP(nn.Module):
+    """An MLP whose activation is one call."""
+
+    def __init__(self, mlp: MLP, up: nn.Module, down: nn.Module, library: Library) -> None:
+        super().__init__()
+        self.up, self.down, self.gated, self.library = up, down, mlp.gated, library
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.up(x).contiguous()
+        M = h.shape[-1] // 2 if self.gated else h.shape[-1]
+        y = h.new_empty(*h.shape[:-1], M) if self.gated else h
+        threads = threads_to_use() if h.numel() > MIN_PARALLEL_SIZE else 1
+        n = y.numel() // M
+        self.library.silu(threads, n, M, self.gated, pointer(h, n * M * (2 if self.gated else 1)), pointer(y, n * M))
+        return cast(Tensor, self.down(y))
+
+
+class NativeBlock(nn.Module):
+    """A block whose rows go through one fused call; more than FUSED rows go operator by operator."""
+
+    def __init__(self, block: Block, library: Library) -> None:
+        """`block` is part of the decode copy, with native modules inside."""
+        super().__init__()
+        attn, mlp = block.attn, block.mlp
+        qkv, out, up, down = (cast(NativeLinear, m) for m in (attn.qkv, attn.out, mlp.up, mlp.down))
+        norms = (cast(nn.Module, norm) for norm in (block.norm1, block.norm2, block.norm3, block.norm4))
+        gain1, gain2, gain3, gain4 = (norm.gain if isinstance(norm, NativeNorm) else None for norm in norms)
+        bias = None if attn.qk_bias is None else pointer(attn.qk_bias, attn.qk_bias.numel())
+        self.block, self.library, self.gains = block, library, (gain2, gain3, gain4)
+        self.on_sum, self.eps, self.width, self.head_dim = block.on_sum, block.norm1.eps, qkv.columns, attn.head_dim
+        addresses = (gain1, qkv.address, bias, out.address, gain2, gain3, up.address, down.address, gain4)
+        sizes = (qkv.columns, attn.heads, attn.kv_heads, attn.head_dim, down.columns, mlp.gated, block.on_sum)
+        self.weights = BlockWeights(*sizes, self.eps, *addresses)
+        self.address = ctypes.addressof(self.weights)
+        self.scratch = 3 * qkv.columns + qkv.rows + out.columns + up.rows  # floats for each row
+
+    def forward(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
+        rows, threads = attend.rows, threads_to_use()
+        if rows.n > FUSED:
+            return self._operator_by_operator(x, rope, attend)
+        n = rows.n
+        x, at, out, at_out = input_and_output(x, n * self.width)
+        cos, sin = (None, None) if rope is None else rows.angles(rope, self.head_dim)
+        work = rows.scratch(n * self.scratch + 2 * threads * rows.longest)
+        self.library.block(threads, n, self.address, at, cos, sin, attend.view(), work, at_out)
+        return out
+
+    def _operator_by_operator(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
+        block, (gain2, gain3, gain4), C = self.block, self.gains, x.shape[-1]
+        x = x.contiguous()
+        n, threads = x.numel() // C, threads_to_use()
+        y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
+        at_x, at_y, at_middle, at_out = (pointer(t, n * C) for t in (x, y, middle, out))
+        self.library.residual_norm(threads, n, C, self.on_sum, at_x, at_y, gain2, gain3, self.eps, at_middle)
+        y = block.mlp(y)
+        self.library.residual_norm(threads, n, C, self.on_sum, at_middle, pointer(y, n * C), gain4, None, self.eps, at_out)
+        return out
+
+
+class NativeRows:
+    """What the C kernels must know of some rows, and their scratch memory; the same for all steps of these rows."""
+
+    def __init__(self, rows: "Rows", library: Library) -> None:
+        self.parts, self.n, self.longest, self.library = rows.parts, rows.n, rows.longest, library
+        self.owners, self.positions = rows.owners, rows.positions  # kept for as long as C reads them
+        self._scratch, self._scratch_size = 0, 0
+        self._rope: Rope | None = None
+
+    def attention(self, layer: int) -> "NativeAttention":
+        return NativeAttention(self, layer)
+
+    def scratch(self, size: int) -> int:
+        """The address of memory for `size` floats that a kernel may overwrite."""
+        if size > self._scratch_size:
+            self._memory, self._scratch_size = floats(size), size
+            self._scratch = pointer(self._memory, size)
+        return self._scratch
+
+    def angles(self, rope: Rope, head_dim: int) -> tuple[int, int]:
+        """The addresses of cos and sin."""
+        if rope is not self._rope:
+            self._angles = pointer(rope[0], self.n * head_dim), pointer(rope[1], self.n * head_dim)
+            self._rope = rope
+        return self._angles
+
+    @cached_property
+    def capacities(self) -> "ctypes.Array[ctypes.c_int64]":
+        """How many positions each part's cache has."""
+        for part in self.parts:
+            if not 0 < part.end <= part.cache.capacity:
+                raise IndexError(f"position {part.end - 1} lies outside a cache for {part.cache.capacity} tokens")
+        return (ctypes.c_int64 * len(self.parts))(*(part.cache.capacity for part in self.parts))
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """The addresses of the rows' owners, of the caches' capacities and of the rows' positions."""
+        owners, positions = pointer(self.owners, self.n, torch.int64), pointer(self.positions, self.n, torch.int64)
+        return owners, ctypes.addressof(self.capacities), positions
+
+
+class NativeAttention:
+    """The attention of one layer over rows: called by itself, or inside of a fused block."""
+
+    def __init__(self, rows: NativeRows, layer: int) -> None:
+        self.rows, self.layer = rows, layer
+        self._view: KVView | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): no mask, no copies, and no row reads more keys than it needs."""
+        _, n, H, D = q.shape
+        rows, threads = self.rows, threads_to_use()
+        J, out = k.shape[2], q.new_empty(1, n, H, D)
+        addresses = (row_pointer(heads, n, count, D) for heads, count in ((q, H), (k, J), (v, J)))
+        rows.library.attend(
+            threads, n, H, J, D, *addresses, q.stride(1), k.stride(1), v.stride(1),
+            self.view(), rows.scratch(2 * threads * rows.longest), pointer(out, n * H * D),
+        )  # fmt: skip
+        return out
+
+    def view(self) -> int:
+        """The address of what the C kernels must know of these rows at their current steps."""
+        rows, layer = self.rows, self.layer
+        if self._view is None:
+            self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
+            self._view = KVView(*rows.addresses, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
+        for i, part in enumerate(rows.parts):
+            store = part.cache.layers[layer]
+            self._keys[i], self._values[i] = store.address(store.open_level(part.k or 1, part.cache.length))
+        return ctypes.addressof(self._view)
+
+
+class NativeMeter:
+    """Measures steps in one call; see `exits.rule.Meter`."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self._one_row = (ctypes.c_float * 4)()
+        self._known: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
+
+    def __call__(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
+        n, C = after.shape
+        numbers = self._one_row if n == 1 else (ctypes.c_float * (4 * n))()
+        threads = 1 if n * C < MIN_PARALLEL_SIZE else threads_to_use()
+        # One step's result is the next one's start, and `last` is updated in place: what was checked a step ago is not checked again.
+        known, at = self._known, pointer(after, n * C)
+        at_before = known[1] if before is known[0] else pointer(before, n * C)
+        at_last = known[3] if last is known[2] else pointer(last, n * C)
+        self._known = after, at, last, at_last
+        self.library.measure(threads, n, C, at_before, at, at_last, numbers)
+        # As doubles, which the plain floats of a single token are: a token must not pass or fail by the rows beside it.
+        return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
+
+
+class NativeKernels(EagerKernels):
+    """The C kernels on weights of their own."""
+
+    name = "native"
+    copies_weights = True
+
+    def __init__(self, library: Library) -> None:
+        super().__init__()
+        self.library = library
+
+    def for_engine(self) -> Kernels:
+        return self
+
+    def linear(self, weight: Tensor) -> nn.Module:
+        return NativeLinear(weight, self.library)
+
+    def norm(self, norm: RMSNorm) -> nn.Module:
+        return NativeNorm(norm, self.library)
+
+    def mlp(self, mlp: MLP, up: nn.Module, down: nn.Module) -> nn.Module:
+        return NativeMLP(mlp, up, down, self.library)
+
+    def block(self, block: Block) -> nn.Module:
+        return NativeBlock(block, self.library)
+
+    def bind(self, rows: "Rows") -> RowKernels:
+        return NativeRows(rows, self.library)  # type: ignore[return-value]
+
+    def meter(self) -> Meter:
+        return NativeMeter(self.library)
+
+    def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
+        return like.new_empty(shape), like.new_empty(shape), None
+
+    def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
+        return pointer(keys, keys.numel()), pointer(values, values.numel())
+
+    def settle(self, store: "LayerCache", k: int, at: "Place") -> None:
+        if not isinstance(at, int):
+            return super().settle(store, k, at)
+        J, capacity, D = store.shape
+        level = (k - 1) % store.max_levels
+        self.library.settle(J, D, capacity, at, level, k, store.depth, *store.addresses)
+        return None

@@ -1,0 +1,61 @@
+"""Kernels for CPUs without a C compiler: weights packed once for oneDNN, by the operators that torch's own compiler uses."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twoscale.engine.kernels.eager import EagerKernels
+from twoscale.engine.kernels.library import Once
+
+# A packed call costs some 30 us more than F.linear, so small matrices do without; for a single row it pays only with a larger one
+# (measured: 2 cores, AVX2).
+MIN_PACKED_SIZE, MIN_PACKED_SIZE_ONE_ROW = 200_000, 1_000_000
+
+
+@Once
+def can_pack() -> bool:
+    """Whether this build of torch has the packed linear operators, and they give the right answer."""
+    try:
+        x, w = (torch.arange(n * 32, dtype=torch.float32, device="cpu").view(n, 32) for n in (2, 32))
+        return torch.allclose(packed_linear(x, pack(w)), F.linear(x, w))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+
+
+def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+
+
+def own_copy(weight: Tensor) -> Tensor:
+    return weight.detach().clone(memory_format=torch.contiguous_format)
+
+
+class PackedLinear(nn.Module):
+    """x -> x @ weight.T from a copy of the weight, by the quickest operator for the number of rows at hand."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        use_packed = weight.numel() >= MIN_PACKED_SIZE and can_pack()
+        self.columns, self.one_row_packed = weight.shape[1], use_packed and weight.numel() >= MIN_PACKED_SIZE_ONE_ROW
+        self.packed = pack(weight) if use_packed else None
+        self.weight = None if self.one_row_packed else own_copy(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None and (self.one_row_packed or x.numel() > self.columns):
+            return packed_linear(x, self.packed)
+        assert self.weight is not None
+        return F.linear(x, self.weight)
+
+
+class PackedKernels(EagerKernels):
+    """oneDNN's packed products; all else as torch has it."""
+
+    name = "packed"
+    copies_weights = True
+
+    def linear(self, weight: Tensor) -> nn.Module:
+        return PackedLinear(weight)

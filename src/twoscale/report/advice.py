@@ -1,0 +1,249 @@
+"""What to use for a model, in plain words: one recommendation, from a sweep and, where there is one, a calibration. Pure functions.
+
+`tradeoff/choice.py` chooses; here the choice, what it saves and what it costs become sentences.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from twoscale.config.words import MARGIN, UNITS, all_loops, plural
+from twoscale.report.words import calibration_sentences, calibration_text, change, confidence, default_depth, rise, sweep_text
+from twoscale.tradeoff.choice import (
+    FIXED,
+    FLAT,
+    Choice,
+    Point,
+    below,
+    choose,
+    choose_swept,
+    default_point,
+    name_of,
+    why_not_certified,
+)
+from twoscale.tradeoff.summary import ROUNDS, Sweep
+
+ROUGH = 8  # documents (or pieces, or windows), or rounds of timing; an interval over fewer is called rough
+
+
+# -- costs -------------------------------------------------------------------------------------------------------
+
+
+def cost_words(point: Point, cost: str) -> str:
+    """`3.10 [3.04, 3.17] ms a token` or `12.31 MFLOP a token`."""
+    if cost == "ms":
+        digits = 2 if point["ms"] < 10 else 1
+        return f"{point['ms']:.{digits}f} [{point['ms_low']:.{digits}f}, {point['ms_high']:.{digits}f}] ms a token"
+    return f"{point['flops'] / 1e6:.2f} MFLOP a token"
+
+
+def baseline(sweep: Sweep) -> tuple[Point, str]:
+    """The point that savings are quoted against, and its name: the default depth, or the full run where the sweep has no point there."""
+    point, loops, default = default_point(sweep), sweep.header["loops"], sweep.header.get("mean_loops")
+    if default is None:
+        return point, all_loops(loops)
+    if point["id"] == "full" and default != loops:
+        return point, f"{all_loops(loops)} ({default_depth(default)} was not swept)"
+    return point, default_depth(default)
+
+
+def saving(point: Point, base: Point, against: str, cost: str) -> str:
+    """What a point costs, beside the default depth: less, more, or no difference."""
+    described = f"{cost_words(point, cost)}, {point['mean_steps']:.1f} steps"
+    if point is base:
+        return f"{described} ({against})"
+    less, more = below(point, base, cost), below(base, point, cost)
+    words, what = change(point[cost], base[cost]) if less or more else "", "time" if cost == "ms" else "FLOPs"
+    if words:
+        return f"{described} ({words} {what} than {against}: {cost_words(base, cost)})"
+    counted = cost == "ms" and (below(point, base, "flops") or below(base, point, "flops"))
+    work = f"; {change(point['flops'], base['flops'], 'fewer')} FLOPs" if counted else ""
+    return f"{described} (no measurable difference in {what} from {against}: {cost_words(base, cost)}{work})"
+
+
+# -- the words ---------------------------------------------------------------------------------------------------
+
+
+def recommend(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    """A headline and the paragraphs behind it: what to use for this model, what it saves and what it costs."""
+    choice = choose(sweep, calibration)
+    if choice is None:
+        return "The sweep is not finished.", "The full run has not been measured yet."
+    if choice.certified:
+        assert calibration is not None
+        head, paragraphs = _certified_words(sweep, calibration, choice)
+    else:
+        head, paragraphs = _swept_words(sweep, calibration, choice)
+    paragraphs += [_measured(sweep), _oracles(sweep)]
+    if calibration is not None:
+        goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in calibration["goal"].items())
+        mine = "are the recommendation" if choice.pick["family"] == "calibrated" else "are not the recommendation"
+        about = f"The calibrated thresholds of {calibration['rule']} (asked for: {goal}) {mine}."
+        paragraphs.append(" ".join([about, *calibration_sentences(calibration, sweep.header.get("mean_loops"))]))
+    paragraphs.append(_use(choice.pick, sweep.header["loops"], calibration))
+    return head, "\n\n".join(filter(None, paragraphs))
+
+
+def _measured(sweep: Sweep) -> str:
+    """What costs and qualities were measured on, and how well."""
+    words = [f"Measured on {sweep_text(sweep.header)}.", _rough(sweep)]
+    if sweep.cost == "flops":
+        few = sweep.rounds < ROUNDS
+        why = f"Times need {plural(ROUNDS, 'round')} and this sweep has {sweep.rounds}" if few else "Not every point was timed"
+        words.append(f"{why}, so counted FLOPs decide; they count as fewer from {100 * MARGIN:.0f} % on.")
+    base, against = baseline(sweep)
+    if base["dce_high"] > FLAT:
+        words.append(f"On the sweep's text {against} may cost more than {FLAT} nats: dCE {rise(base)}.")
+    return " ".join(filter(None, words))
+
+
+def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice) -> tuple[str, list[str]]:
+    """The recommendation on the sweep's text alone."""
+    described = {id(p): _described(sweep, p, p, sweep.header["tokens"]) for p in (choice.pick, choice.fixed, choice.rule) if p is not None}
+    words = [
+        f"For this model use {described[id(choice.pick)]}. Compared are settings whose CE rises by no more than {FLAT} nats on the sweep's "
+        f"text, by the whole interval.",
+        _rivals(sweep, choice, described),
+        "The choice was made among many settings on the text that it is reported on, which flatters it a little.",
+    ]
+    if calibration is None:
+        words.append("It is not certified: `twoscale calibrate` certifies a setting on text of its own.")
+    else:
+        words.append(f"It is not certified: {why_not_certified(sweep, calibration)}.")
+    return f"Use {described[id(choice.pick)]}; chosen on these tokens, not certified.", [words[0], " ".join(words[1:])]
+
+
+def _certified_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> tuple[str, list[str]]:
+    """The recommendation among what a calibration certified, and why the sweep alone may choose otherwise."""
+    loops, tokens, limit = sweep.header["loops"], calibration["tokens"]["report"], calibration["goal"]["max_dce"]
+    described = {
+        id(p): _described(sweep, p, _reported(p, calibration), tokens) for p in (choice.pick, choice.fixed, choice.rule) if p is not None
+    }
+    bound = (
+        f"the loss lies no more than {limit:g} nats a token above the loss at {plural(loops, 'loop')} ({confidence(calibration)})"
+        if choice.pick["family"] != "full"
+        else "it is the full run itself"
+    )
+    words = [
+        f"For this model use {described[id(choice.pick)]}. It is certified on {calibration_text(calibration, 'certify')}: {bound}.",
+        _rivals(sweep, choice, described),
+        _beside(sweep, calibration, choice),
+    ]
+    return f"Use {described[id(choice.pick)]}; certified: {bound}.", words
+
+
+def _reported(point: Point, calibration: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What the calibration measured of a point on its report part; None of one that it did not measure."""
+    found: dict[str, Any] = calibration["report"]
+    if point["family"] == "calibrated":
+        return found["calibrated"]  # type: ignore[no-any-return]
+    return next((found[name] for name in ("fixed", "default") if found.get(name, {}).get("rule") == point["id"]), None)
+
+
+def _described(sweep: Sweep, point: Point, quality: Mapping[str, Any] | None, tokens: int) -> str:
+    """A point with its cost and its quality, on so many tokens."""
+    loops, (base, against) = sweep.header["loops"], baseline(sweep)
+    words = f"{name_of(point, loops)}: {saving(point, base, against, sweep.cost)}"
+    if quality is None:
+        return words
+    return f"{words}, dCE {rise(quality)} nats against {all_loops(loops)} on {plural(tokens, 'token')}"
+
+
+def _rivals(sweep: Sweep, choice: Choice, described: Mapping[int, str]) -> str:
+    """The best rule beside the best fixed depth."""
+    rule, fixed, loops, cost = choice.rule, choice.fixed, sweep.header["loops"], sweep.cost
+    if rule is None:
+        if choice.certified:
+            return "No thresholds of an exit rule could be certified to this limit."
+        return f"No rule that was tried keeps CE within {FLAT} nats by its whole interval."
+    what, other = "time" if cost == "ms" else "FLOPs", name_of(fixed, loops)
+    if choice.certified:
+        lead, they, none = f"Certified to the same limit: {described[id(rule)]};", "they cost", "these thresholds save nothing"
+    else:
+        lead, they, none = (
+            f"The best rule of the same quality is {described[id(rule)]};",
+            "it costs",
+            "no rule that was tried saves anything",
+        )
+    if choice.pick is rule:
+        same = "certified to the same limit" if choice.certified else "of the same quality"
+        return f"The best fixed depth {same} is {described[id(fixed)]}; it costs more, by whole intervals."
+    if below(fixed, rule, cost):
+        return f"{lead} {they} more than {other}, so on this model {none} over a fixed depth."
+    which = "thresholds" if choice.certified else "rule"
+    return f"{lead} in {what} {other} and the {which} cannot be told apart, and a tie goes to the fixed depth, which is simpler."
+
+
+def _beside(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> str:
+    """What the sweep alone would choose, and why the certificate may be stricter."""
+    alone, limit, loops = choose_swept(sweep).pick, calibration["goal"]["max_dce"], sweep.header["loops"]
+    tokens = plural(sweep.header["tokens"], "token")
+    if alone is choice.pick:
+        return f"The sweep alone, with a limit of {FLAT} nats on {tokens}, would choose the same."
+    mine, certify = name_of(choice.pick, loops), plural(calibration["tokens"]["certify"], "token")
+    return (
+        f"The sweep alone would choose {_described(sweep, alone, alone, sweep.header['tokens'])}. That is no second recommendation: its "
+        f"limit is {FLAT} nats, on {tokens} on which it was also chosen among many settings; {mine} is held to {limit:g} nats, on "
+        f"{certify} of other documents, by a test ({confidence(calibration)}) that allows for the number of settings that were tried."
+    )
+
+
+def _rough(sweep: Sweep) -> str:
+    """Which intervals rest on few documents or few rounds."""
+    words = []
+    clusters, by = sweep.header.get("clusters", ROUGH), sweep.header.get("by")
+    if clusters < ROUGH:
+        words.append(f"those of losses over {plural(clusters, UNITS[by]) if by else clusters}")
+    if sweep.cost == "ms" and sweep.rounds < ROUGH:
+        words.append(f"those of times over {plural(sweep.rounds, 'round')}")
+    return f"Intervals are rough: {', '.join(words)}." if words else ""
+
+
+def _use(point: Point, loops: int, calibration: Mapping[str, Any] | None) -> str:
+    """How to ask for the recommended setting, and what `--exit auto` does."""
+    family = point["family"]
+    if family == "calibrated":
+        return "In use: `twoscale generate` and `eval` with `--exit auto`."
+    if family in ("full", "fixed"):
+        asked = f"--loops {loops if family == 'full' else int(point['setting'])}"
+    else:
+        asked = f"--exit {point['id']} --loops {loops}" if family not in ("fixed-one", "learned") else ""
+    auto = "`--exit auto` takes the calibrated thresholds instead." if calibration is not None and any(calibration["rules"]) else ""
+    return " ".join(filter(None, (f"In use: `twoscale generate` and `eval` with `{asked}`." if asked else "", auto)))
+
+
+def _oracles(sweep: Sweep) -> str:
+    """How few steps would do if the labels were known, by each of the two oracles."""
+    words = []
+    if kept := [p for p in sweep.family("oracle-stay") if p["dce_high"] <= FLAT]:
+        low = min(kept, key=lambda p: p["mean_steps"])
+        words.append(
+            f"the first (one depth for all groups, the fewest steps after which the token's loss stays within eps of the full run's) takes "
+            f"{low['mean_steps']:.1f} steps at eps = {low['setting']:g}, the eps with the fewest steps among those tried that keep CE "
+            f"within {FLAT} nats (dCE {rise(low)})"
+        )
+    if kept := [p for p in sweep.family("oracle-lagrange") if p["dce_high"] <= FLAT]:
+        low = min(kept, key=lambda p: p["mean_steps"])
+        words.append(
+            f"the {'second' if words else 'one'} (any of some forty combinations of depths, the one with the least loss + price x steps) "
+            f"takes {low['mean_steps']:.1f} steps at a price of {low['setting']:g} nats a step (dCE {rise(low)}: it also picks the depth "
+            f"at which the label happens to be likeliest, which no rule can know)"
+        )
+    if not words:
+        return ""
+    return f"Oracles see the labels and are no settings to use: {'; '.join(words)}."
+
+
+def sample_words(rule: str, choice: Choice | None, loops: int) -> str:
+    """Why the texts on the page were written with this rule."""
+    if choice is None:
+        return f"exit rule: {rule}"
+    pick = name_of(choice.pick, loops)
+    if rule == pick:
+        return f"exit rule: {rule}, the recommended setting"
+    if choice.rule is not None and rule == name_of(choice.rule, loops) and choice.pick["family"] in FIXED:
+        best_rule = "which are certified to the same limit" if choice.certified else "the best rule of the same quality"
+        return (
+            f"exit rule: {rule}, {best_rule}, so that the colours show how steps differ (with the recommended {pick} every token "
+            "takes the same steps)"
+        )
+    return f"exit rule: {rule} (recommended is {pick})"

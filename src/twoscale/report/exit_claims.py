@@ -1,0 +1,93 @@
+"""The paper's claims on exits, (e) to (g): pure functions of a sweep, each judged by a rule that is stated beside the verdict."""
+
+from twoscale.report.claims import Claim, Outcome
+from twoscale.report.words import rise, signed
+from twoscale.tradeoff.choice import FLAT, Point
+from twoscale.tradeoff.summary import ROUNDS, Sweep
+
+
+def judge_exits(sweep: Sweep) -> list[Claim]:
+    """Claims (e), (f) and (g)."""
+    return [_faster(sweep), _kl(sweep), _step_norm(sweep)]
+
+
+def _at(sweep: Sweep, family: str, tau: float) -> Point | None:
+    return next((p for p in sweep.family(family) if p["setting"] == tau), None)
+
+
+def _faster(sweep: Sweep) -> Claim:
+    text = "Raising tau from 1e-5 to 1e-2 makes decoding with the acceleration rule much faster at flat CE."
+    rule = (
+        f"ms a token at 1e-2 over that at 1e-5, and the rise of CE at 1e-2 against the full run, with 95 % intervals. Confirmed when the "
+        f"ratio is 0.80 at most and the rise {FLAT} nats at most, refuted when the ratio is above 0.95 or the rise above {2 * FLAT}, "
+        f"whole intervals each; times count from {ROUNDS} rounds on."
+    )
+    a, b = _at(sweep, "acceleration", 1e-5), _at(sweep, "acceleration", 1e-2)
+    if a is None or b is None or a.get("ms") is None or b.get("ms") is None:
+        return Claim("e", text, rule, "not measured: sweep acceleration at 1e-5 and 1e-2", "undecided")
+    low, high = b["ms_low"] / a["ms_high"], b["ms_high"] / a["ms_low"]
+    outcome: Outcome = "undecided"
+    if high <= 0.8 and b["dce_high"] <= FLAT and sweep.rounds >= ROUNDS:
+        outcome = "confirmed"
+    elif (low > 0.95 and sweep.rounds >= ROUNDS) or b["dce_low"] > 2 * FLAT:
+        outcome = "refuted"
+    measured = (
+        f"{a['ms']:.1f} to {b['ms']:.1f} ms a token ({b['ms'] / a['ms']:.2f} [{low:.2f}, {high:.2f}]; paper 0.62), "
+        f"{a['mean_steps']:.1f} to {b['mean_steps']:.1f} steps, dCE {rise(b)}"
+    )
+    return Claim("e", text, rule, measured, outcome)
+
+
+def _kl(sweep: Sweep) -> Claim:
+    text = "KL keeps CE but is slower (the paper: because of the head; that cause is not tested here)."
+    rule = (
+        f"The rise of CE at the paper's four thresholds, and ms a token at 1e-3 beside what as many steps take without a rule (straight "
+        f"line through the fixed depths). Confirmed when no rise is above {FLAT} nats and KL takes 1.1 times as long or more, refuted "
+        f"when a rise is, or KL takes less than 1.02 times as long, whole intervals each; times count from {ROUNDS} rounds on. "
+        f"Why it is slower is not part of the rule."
+    )
+    points = [p for tau in (1e-5, 1e-4, 1e-3, 1e-2) if (p := _at(sweep, "kl", tau)) is not None]
+    point, others = _at(sweep, "kl", 1e-3), [p for f in ("fixed", "full") for p in sweep.family(f) if p.get("ms") is not None]
+    if len(points) < 4 or point is None or point.get("ms") is None or len(others) < 2:
+        return Claim("f", text, rule, "not measured: sweep kl at the paper's thresholds", "undecided")
+    plain = _line([p["mean_steps"] for p in others], [p["ms"] for p in others], point["mean_steps"])
+    ratio, low, high = (point[key] / plain for key in ("ms", "ms_low", "ms_high"))
+    worst = max(points, key=lambda p: p["dce_high"])
+    outcome: Outcome = "undecided"
+    if worst["dce_high"] <= FLAT and low >= 1.1 and sweep.rounds >= ROUNDS:
+        outcome = "confirmed"
+    elif max(p["dce_low"] for p in points) > FLAT or (high < 1.02 and sweep.rounds >= ROUNDS):
+        outcome = "refuted"
+    measured = (
+        f"{ratio:.2f} [{low:.2f}, {high:.2f}] times what {point['mean_steps']:.1f} steps take without a rule "
+        f"(its looks, which read the head after each step, are {100 * point['flops_looks'] / point['flops']:.0f} % of its FLOPs); "
+        f"highest upper end of dCE {signed(worst['dce_high'])}, at tau = {worst['setting']:g}"
+    )
+    return Claim("f", text, rule, measured, outcome)
+
+
+def _step_norm(sweep: Sweep) -> Claim:
+    text = "Step norm loses quality beyond 1e-3, and sharply at 1e-2."
+    rule = (
+        f"The rise of CE at 1e-3 and at 1e-2. Confirmed when the second is above {FLAT} nats by its whole interval and above the first, "
+        f"refuted when it is below {FLAT} by its whole interval."
+    )
+    a, b = _at(sweep, "step-norm", 1e-3), _at(sweep, "step-norm", 1e-2)
+    if a is None or b is None:
+        return Claim("g", text, rule, "not measured: sweep step-norm at 1e-3 and 1e-2", "undecided")
+    outcome: Outcome = "undecided"
+    if b["dce_low"] > FLAT and b["dce"] > a["dce"]:
+        outcome = "confirmed"
+    elif b["dce_high"] <= FLAT:
+        outcome = "refuted"
+    kept = [p["setting"] for p in sweep.family("step-norm") if p["dce_high"] <= FLAT]
+    largest = f"; the largest threshold tried that keeps CE is {max(kept):g}" if kept else ""
+    return Claim("g", text, rule, f"dCE {rise(a)} at 1e-3, {rise(b)} at 1e-2{largest}", outcome)
+
+
+def _line(x: list[float], y: list[float], at: float) -> float:
+    """The least-squares line through points, at one place."""
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mx) ** 2 for a in x)
+    slope = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+    return my + slope * (at - mx)

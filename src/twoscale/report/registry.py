@@ -1,0 +1,173 @@
+"""The figures of a report, one entry each, in the order of the page. A new figure is one more entry and the function that draws it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from twoscale.report import figures, interactive, tradeoff_figures, tradeoff_panels
+from twoscale.report.interactive import Panel
+from twoscale.report.load import RunFiles
+
+
+@dataclass(frozen=True)
+class FigureEntry:
+    """One figure: what it is called, what it says, how it is drawn, and when there is something to draw."""
+
+    name: str
+    """File name of the figure, and its anchor on the page."""
+    heading: str
+    caption: str
+    """Text above the figure; `names` in backquotes are set as code."""
+    print: Callable[[RunFiles], Figure]
+    """Draws it with matplotlib, for NAME.png and NAME.pdf."""
+    page: Callable[[RunFiles], list[Panel]] | None = None
+    """Draws it with plotly, one panel or several; None shows the PNG on the page."""
+    claims: str = ""
+    """Letters of the paper's claims that it shows; their verdicts stand in the caption."""
+    available: Callable[[RunFiles], bool] = lambda run: True
+    """Whether the run's files hold what it draws."""
+    swept: bool = False
+    """Whether it is of the sweep's text, which the caption then names."""
+
+
+def _has_boundaries(run: RunFiles) -> bool:
+    return bool(run.last["boundaries"])
+
+
+def _has_limit(run: RunFiles) -> bool:
+    return any("limit" in group for group in run.last["groups"])
+
+
+def _has_sequence(run: RunFiles) -> bool:
+    return run.sequence is not None
+
+
+def _is_swept(run: RunFiles) -> bool:
+    return run.sweep is not None and run.sweep.point("full") is not None
+
+
+def _has_steps(run: RunFiles) -> bool:
+    return run.sweep is not None and _is_swept(run) and bool(tradeoff_figures.shown_points(run.sweep))
+
+
+FIGURES: tuple[FigureEntry, ...] = (
+    FigureEntry(
+        "step_norms",
+        "Step norms",
+        "How far the state moves at loop step k: mean over tokens with a one-sigma band, one line a checkpoint (six at most are shown).",
+        print=figures.step_norms,
+        page=interactive.step_norms,
+        claims="a",
+    ),
+    FigureEntry(
+        "step_cosines",
+        "Step cosines",
+        "The cosine of the angle between a step and the one before. +1: straight on; 0: at a right angle; −1: straight back. In between "
+        "the steps are less collinear, not orthogonal. Steps below 1e-6 of the state are rounding and are not counted.",
+        print=figures.step_cosines,
+        page=interactive.step_cosines,
+        claims="bc",
+    ),
+    FigureEntry(
+        "accelerations",
+        "Accelerations",
+        "The norm of the difference between a step and the one before, in three forms; the exit rule `acceleration:tau` compares the first "
+        "with tau. Where each step is c times the one before, the last form is the constant |1 − c| / (1 + |c|): it never falls, and for "
+        "negative c (an alternating approach) it is stuck at 1.",
+        print=figures.accelerations,
+        page=interactive.accelerations,
+    ),
+    FigureEntry(
+        "drift_to_loop",
+        "Drift-to-Loop Ratio",
+        "DLR: the distance from a group's last state to the next group, divided by the mean step inside the first. The paper's reading "
+        "(`initial`) ends at the next group's start state, which is noise here, so it is large whatever was learned; where groups touch, "
+        "the reading by the next group's input (`input`) is 0 by construction. `projected` ends at the start state after the input map, "
+        "`first` after one step. `settled` ends at the next group's last state: it is the reading that can be wrong, so this report leads "
+        "with it. The mean step is that over the traced steps from k = 1 on (`k ≥ 1`: without the step that leaves the noise), or over "
+        "all of them (`all k`, dashed; on this page a click on its name shows it). Trace longer and the mean shrinks, so compare ratios "
+        "only at equal loop counts. Training step 0 is the control: what an untrained model gives.",
+        print=figures.drift_to_loop,
+        page=interactive.drift_to_loop,
+        claims="d",
+        available=_has_boundaries,
+    ),
+    FigureEntry(
+        "limit",
+        "Distance to the limit",
+        "Distance of the state at loop step k to the state many steps later. A straight line is a steady contraction, a flat end rounding.",
+        print=figures.limit,
+        page=interactive.limit,
+        available=_has_limit,
+    ),
+    FigureEntry(
+        "trajectories",
+        "Trajectories",
+        "States of a few tokens in the first three principal components of one sequence, over depth and loop steps.",
+        print=figures.trajectories,
+        page=interactive.trajectories,
+        available=_has_sequence,
+    ),
+    FigureEntry(
+        "verdict_map",
+        "What each token does",
+        "Settling: the last step is below 1e-4 of the state, or steps shrink by 1 % a step or more. Drifting: they grow "
+        "by 1 %, or keep length and direction. Circling: they keep their length and turn.",
+        print=figures.verdict_map,
+        page=interactive.verdict_map,
+        available=_has_sequence,
+    ),
+    FigureEntry(
+        "against_tau",
+        "Time and quality against the threshold",
+        "The paper's three panels, for its three exit rules at each threshold tau. Time: one sequence, cached decoding, the settings "
+        "taking turns token by token on the same text; ms a token is a setting's time divided by the full run's in the same rounds, times "
+        "the full run's median, so the full run has no interval. Shaded, in the figures for print: 95 % intervals, those of CE of its "
+        "difference to the full run. A threshold is an absolute number, so where a curve bends depends on the size of a model's states.",
+        print=tradeoff_figures.against_tau,
+        page=tradeoff_panels.against_tau,
+        claims="efg",
+        available=_is_swept,
+        swept=True,
+    ),
+    FigureEntry(
+        "tradeoff",
+        "The trade-off",
+        "Loss against cost, every rule beside fixed depths, random exits with the mean steps of a rule, and two oracles that see the "
+        "labels: the first (stays within eps) with one depth for all groups, the second (loss + price x steps) with any of some forty "
+        "combinations of depths. Both as run, where tokens also see their neighbours at other depths. Circled (Pareto front): no other "
+        "setting, oracles aside, has both a lower cost and a lower loss. FLOPs and times include a rule's own looks; a random exit's "
+        "time includes drawing its depths.",
+        print=tradeoff_figures.tradeoff,
+        page=tradeoff_panels.tradeoff,
+        available=_is_swept,
+        swept=True,
+    ),
+    FigureEntry(
+        "steps_taken",
+        "Steps taken",
+        "How many steps the tokens take in each group, each rule at the threshold with the fewest FLOPs that keeps CE within 0.01 nats "
+        "of the full run's by its whole interval; where none does, at the one with the smallest rise.",
+        print=tradeoff_figures.steps_taken,
+        page=tradeoff_panels.steps_taken,
+        available=_has_steps,
+        swept=True,
+    ),
+    FigureEntry(
+        "hard_tokens",
+        "Which tokens take longest",
+        "Mean steps (over groups) of a token against the loss of the next token in the full run, in eighths of the tokens by loss; and the "
+        "tokens with the most and the fewest steps among those that occur at least five times, and once in a thousand. A flat line means "
+        "that steps have nothing to do with how hard the next token is to predict.",
+        print=tradeoff_figures.hard_tokens,
+        page=tradeoff_panels.hard_tokens,
+        available=_has_steps,
+        swept=True,
+    ),
+)
+
+
+def figures_of(run: RunFiles) -> list[FigureEntry]:
+    """The figures that a run's files allow."""
+    return [entry for entry in FIGURES if entry.available(run)]
