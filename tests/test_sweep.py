@@ -168,7 +168,7 @@ def test_auto(swept: Path, trained: Path, cli: CommandLine) -> None:
 
 
 @pytest.mark.parametrize(
-    "words,told",
+    "words,printed",
     [
         (("sweep", "{out}/none"), "is no folder"),
         (("sweep", "{run}", "--rules", "fixed"), "always there"),

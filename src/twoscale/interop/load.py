@@ -22,6 +22,7 @@ from twoscale.tradeoff.load_run import StoredCalibration
 from twoscale.train import checkpoint as ckpt
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
+IN_THE_PACKAGE = {"bundled": BUNDLED, "hops": BUNDLED / "hops"}  # models that come with the package, by name
 PREFIX = "model."  # of the weights' names in an exported folder
 Mapper = Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]]
 
@@ -29,7 +30,7 @@ Mapper = Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]]
 def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer | None]:
     """Model (in evaluation mode, fp32) and tokenizer of a run, a checkpoint, an export, or a Huginn, Ouro or Llama folder.
 
-    `bundled` is the small model in the package.
+    `bundled` is the small text model in the package, `hops` the task model, whose answers have a known depth.
     A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
     without tokenizer.json gives None for its tokenizer. A calibration in the folder is what exit="auto" stands for.
     """
@@ -51,12 +52,12 @@ def _load(folder: Path) -> tuple[LoopedGPT, Tokenizer | None]:
 
 
 def find(path: str | Path) -> Path:
-    """The folder that a user means: one that exists, the model in the package (`bundled`), or OWNER/NAME fetched from the hub."""
+    """The folder that a user means: one that exists, a model in the package (`bundled`, `hops`), or OWNER/NAME fetched from the hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if str(path) == "bundled":
-        return BUNDLED
+    if str(path) in IN_THE_PACKAGE:
+        return IN_THE_PACKAGE[str(path)]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or folder.parent.is_dir() or folder.parent.name == "runs":
         raise UserError(f"{folder} is no folder: give a run, a checkpoint, or a folder of a published looped model")
     return _fetched(str(path))

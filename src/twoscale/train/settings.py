@@ -7,7 +7,7 @@ from twoscale.config import RunConfig, UserError
 from twoscale.config.run_folder import CONFIG
 from twoscale.config.serial import to_dict
 
-# What may change between two sittings of one run without changing what it computes.
+# What may change between two starts of one run without changing what it computes.
 OPERATIONAL = {
     "train.eval_interval", "train.eval_sequences", "train.checkpoint_interval", "train.keep_last", "train.milestones", "train.compile",
     "train.geometry_interval", "train.geometry_sequences", "train.geometry_loops", "train.parallel", "train.tracker",
