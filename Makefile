@@ -12,9 +12,10 @@ ARGS ?=
 reproduce: $(VENV)/.core
 	$(VENV)/bin/twoscale reproduce --preset tiny --with-bundled --effort short $(ARGS)
 
-# Two files of tests at a time; threads that wait sleep, so that they do not get in each other's way.
+# Three files of tests at a time, because some wait for servers, browsers and disks; threads that wait sleep, so that they do not get in each
+# other's way.
 test: $(VENV)/.test
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What trains the preset `tiny`, or takes minutes for another reason; CI runs it after `make test`.
 test-long: $(VENV)/.test

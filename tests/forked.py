@@ -1,6 +1,6 @@
-"""Commands in processes of their own, forked from one that has imported torch and the package: a start takes a moment, not seconds.
+"""Processes forked from one that has imported torch and the package: a start takes a moment, not seconds.
 
-All of them run on one thread each. What a command leaves behind when it is killed, and what several of them do together, is as with
+All of them begin with one thread. What a command leaves behind when it is killed, and what several of them do together, is as with
 `python -m twoscale`: it is the same module that runs.
 """
 
@@ -19,20 +19,19 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "twoscale.api", "twoscale.train", "twoscale.cli.main", "twoscale.cli.train", "twoscale.cli.sweep"])
 
 
-class Command:
-    """`twoscale WORDS` in one process, or in several that train together as torchrun starts them; used like subprocess.Popen."""
+class Forked:
+    """One new process for each environment, all with the same words; used like subprocess.Popen."""
 
-    def __init__(self, words: list[str], processes: int = 1, **environment: str) -> None:
+    def __init__(self, words: list[str], environments: list[dict[str, str]], script: str | None = None) -> None:
+        """Runs `python -m twoscale WORDS`, or with a script `python -c SCRIPT WORDS`."""
         with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
             forkserver.ensure_running()
-        handle, log = tempfile.mkstemp(suffix=".log")
-        os.close(handle)
-        self.log = Path(log)
-        ranks = [environment]
-        if processes > 1:
-            world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-            ranks = [{**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-        self.processes = [CONTEXT.Process(target=_run, args=(words, log, rank), daemon=True) for rank in ranks]
+        self.folder = tempfile.TemporaryDirectory()
+        self.logs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
+        self.processes = [
+            CONTEXT.Process(target=_run, args=(words, script, [str(log) for log in self.logs], environment), daemon=True)
+            for environment in environments
+        ]
         for process in self.processes:
             process.start()
 
@@ -52,26 +51,44 @@ class Command:
             assert process.pid is not None
             os.kill(process.pid, number)
 
-    def communicate(self, timeout: float = 300) -> tuple[str, None]:
-        """Wait for the end; what all of them have printed."""
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Wait for the end; what all of them have printed, and their messages."""
         for process in self.processes:
             process.join(timeout)
-        said = self.log.read_text()
+        out, err = (log.read_text() if log.exists() else "" for log in self.logs)
         if self.returncode is None:
             self.send_signal(9)
-            raise subprocess.TimeoutExpired("twoscale", timeout, said)
-        self.log.unlink()
-        return said, None
+            raise subprocess.TimeoutExpired("twoscale", timeout, out, err)
+        return out, err
 
 
-def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
-    """In the new process: `python -m twoscale WORDS`, with its output in a file."""
+def start_process(words: list[str], processes: int = 1) -> Forked:
+    """`twoscale WORDS` in one process, or in several that work together as torchrun starts them."""
+    if processes == 1:
+        return Forked(words, [{}])
+    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return Forked(words, [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)])
+
+
+def run_script(script: str, *args: str, **environment: str) -> str:
+    """The output of a script in a process of its own: a crash there is a failed test here, not the end of pytest."""
+    process = Forked(list(args), [environment], script)
+    out, err = process.communicate()
+    assert process.returncode == 0, f"exit code {process.returncode}\n{out[-2000:]}{err[-2000:]}"
+    return out
+
+
+def _run(words: list[str], script: str | None, logs: list[str], environment: dict[str, str]) -> None:
+    """In the new process."""
     os.environ.update(environment)
-    file = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.argv = ["twoscale", *words]
-    runpy.run_module("twoscale", run_name="__main__")
+    for descriptor, log in enumerate(logs, start=1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
+    if script is not None:
+        sys.argv = ["-c", *words]
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = ["twoscale", *words]
+        runpy.run_module("twoscale", run_name="__main__")
 
 
 def _free_port() -> int:

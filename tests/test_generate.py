@@ -1,7 +1,6 @@
 """twoscale.generate and its command: cached decoding of ragged batches, sampling, memory, and input that makes no sense."""
 
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 import twoscale
 from conftest import CommandLine, nano_run, small_model
+from forked import run_script
 from models import loud
 from twoscale import UserError, exits
 from twoscale.engine.cache import bytes_per_token
@@ -81,10 +81,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     said = {}
     for name, env in {"there": {}, "off": {"TWOSCALE_NATIVE": "0"}, "none": {"CC": "/nowhere/cc"}}.items():
-        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / name), **env}
-        result = subprocess.run([sys.executable, "-c", script, here], env=env, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        said[name] = result.stdout.split(" ", 1)
+        said[name] = run_script(script, here, XDG_CACHE_HOME=str(tmp_path / name), **env).split(" ", 1)
     assert said["off"][0] == said["none"][0] == "True"
     assert said["there"][1] == said["off"][1] == said["none"][1]
 

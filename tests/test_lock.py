@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import CommandLine, nano_run
-from forked import Command
+from forked import start_process
 from training import arguments, finish, losses, wait_for_step
 from twoscale.config import DataConfig, UserError, lock as module
 from twoscale.config.lock import is_lock, lock
@@ -22,10 +22,10 @@ def test_two_trainings_in_one_folder(tmp_path: Path, shards: Path) -> None:
     """A second `train` in the folder of a running one ends with one line and code 2; the first one's metrics are whole."""
     config = nano_run(steps=60, checkpoint_interval=20, eval_interval=20)
     words = arguments(config, tmp_path / "run", shards)
-    first = Command(words)
+    first = start_process(words)
     wait_for_step(tmp_path / "run", 3)
     first.send_signal(signal.SIGSTOP)  # so that it cannot end before the second one has looked
-    said = finish(Command(words), 2).strip()
+    said = finish(start_process(words), 2).strip()
     first.send_signal(signal.SIGCONT)
     assert said.startswith(f"twoscale train: {tmp_path / 'run'} is in use by another `train`, process {first.pid} on"), said
     assert len(said.splitlines()) == 1

@@ -1,8 +1,5 @@
 """The engine's memory: buffers that C code reads and writes, threads that share a model, and the cache of built kernels."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import torch
 
 import twoscale
 from concurrency import at_once
+from forked import run_script
 from models import loud, small_model
 from twoscale.engine import Engine, cache, engine as engine_module, loop_params
 from twoscale.engine.kernels.library import _whole, input_and_output, native, pointer, row_pointer
@@ -28,11 +26,7 @@ torch.set_num_threads(1)
 
 
 def run(script: str, *args: str, **env: str) -> str:
-    """The output of a script in a process of its own: a crash there is a failed test here, not the end of pytest."""
-    command = [sys.executable, "-c", HEAD + script, str(HERE), *args]
-    result = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
-    return result.stdout
+    return run_script(HEAD + script, str(HERE), *args, **env)
 
 
 DEFAULTS = """

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from conftest import CommandLine, nano_run
-from forked import Command
+from forked import start_process
 from training import arguments, finish
 from twoscale.bench.trace import bench_trace
 from twoscale.config import UserError
@@ -61,7 +61,7 @@ def test_processes_measure_the_same(shards: Path, tmp_path: Path) -> None:
     """Two sharded processes write the records that one writes."""
     config = nano_run(steps=8, geometry_interval=4)
     start_run(config, tmp_path / "one", shards, probes=[probe_geometry])
-    finish(Command([*arguments(config, tmp_path / "two", shards), "--train.parallel", "fsdp"], processes=2))
+    finish(start_process([*arguments(config, tmp_path / "two", shards), "--train.parallel", "fsdp"], processes=2))
     one, two = (read_jsonl(tmp_path / name / "geometry.jsonl") for name in ("one", "two"))
     assert [r["step"] for r in one] == [r["step"] for r in two] == [0, 4, 8]
     for a, b in zip(one, two, strict=True):

@@ -13,7 +13,7 @@ import pytest
 
 import twoscale
 from conftest import CommandLine, nano_run
-from forked import Command
+from forked import start_process
 from training import finish
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
@@ -102,7 +102,7 @@ def test_killed(swept: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(swept, run)
     (run / "sweep.jsonl").unlink()
-    process = Command(["sweep", str(run), *SHORT])
+    process = start_process(["sweep", str(run), *SHORT])
     for _ in range(3000):
         if len(read_jsonl(run / "sweep.jsonl")) >= 6:
             break
@@ -111,7 +111,7 @@ def test_killed(swept: Path, tmp_path: Path) -> None:
     process.communicate()
     before = measured(run / "sweep.jsonl")
     assert len(before) >= 5
-    finish(Command(["sweep", str(run), *SHORT]))
+    finish(start_process(["sweep", str(run), *SHORT]))
     after = measured(run / "sweep.jsonl")
     assert all(after[name] == before[name] for name in before) and set(after) == set(measured(swept / "sweep.jsonl"))
 
@@ -121,7 +121,7 @@ def test_two_processes(swept: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(swept, run)
     (run / "sweep.jsonl").unlink()
-    finish(Command(["sweep", str(run), *SHORT], processes=2))
+    finish(start_process(["sweep", str(run), *SHORT], processes=2))
     one, two = measured(swept / "sweep.jsonl"), measured(run / "sweep.jsonl")
     assert list(one) == list(two)
     for name in one:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conftest import CommandLine, nano_run, small_model
-from forked import Command
+from forked import start_process
 from training import arguments, finish, losses, wait_for_step
 from twoscale.config import TrainConfig, UserError
 from twoscale.config.serial import read_jsonl
@@ -33,14 +33,14 @@ ONE = World(0, 1, torch.device("cpu"))
 def test_kill_and_resume(optimizer: str, tmp_path: Path, shards: Path) -> None:
     """A run that is killed with -9 in the middle and started again has bitwise the losses and weights of one that was not."""
     config = nano_run(steps=60, checkpoint_interval=7, eval_interval=20, optimizer=optimizer)
-    finish(Command(arguments(config, tmp_path / "whole", shards)))
-    process = Command(arguments(config, tmp_path / "killed", shards))
+    finish(start_process(arguments(config, tmp_path / "whole", shards)))
+    process = start_process(arguments(config, tmp_path / "killed", shards))
     wait_for_step(tmp_path / "killed", 18)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     done = len(read_jsonl(tmp_path / "killed" / "metrics.jsonl"))
     assert process.returncode == -signal.SIGKILL and 18 <= done < 60
-    assert "going on from step" in finish(Command(arguments(config, tmp_path / "killed", shards)))
+    assert "going on from step" in finish(start_process(arguments(config, tmp_path / "killed", shards)))
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed") and len(losses(tmp_path / "whole")) == 60
     a, b = (ckpt.read_tensors(tmp_path / run / "checkpoints" / "step-000060" / "model.safetensors") for run in ("whole", "killed"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -53,7 +53,7 @@ def test_processes_agree(optimizer: str, tmp_path: Path, shards: Path) -> None:
     start_run(config, tmp_path / "one", shards)
     for kind in ("ddp", "fsdp"):
         changed = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=kind))
-        finish(Command(arguments(changed, tmp_path / kind, shards), processes=2))
+        finish(start_process(arguments(changed, tmp_path / kind, shards), processes=2))
         assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / kind), strict=True)) < 1e-5, kind
         one, other = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("one", kind))
         assert [r["loops"] for r in one] == [r["loops"] for r in other]
@@ -82,9 +82,9 @@ def test_resume_on_other_processes(tmp_path: Path, shards: Path) -> None:
     start_run(config, tmp_path / "one", shards)
     words = arguments(dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp")), tmp_path / "run", shards)
     for first, second in ((1, 2), (2, 1)):
-        finish(Command(words, processes=first))
+        finish(start_process(words, processes=first))
         ckpt.set_aside_after(tmp_path / "run" / "checkpoints", 10)
-        assert "going on from step 10" in finish(Command(words, processes=second))
+        assert "going on from step 10" in finish(start_process(words, processes=second))
         assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "run"), strict=True)) < 1e-5
         shutil.rmtree(tmp_path / "run")
 
@@ -129,7 +129,7 @@ def test_memory_does_not_grow_with_loops() -> None:
 def test_signals_save(number: signal.Signals, tmp_path: Path, shards: Path) -> None:
     """Ctrl-C and SIGTERM finish the step, save, say how to go on, and leave with 128 + the signal."""
     config = nano_run(steps=5000, checkpoint_interval=5000, eval_interval=5000)
-    process = Command(arguments(config, tmp_path / "run", shards))
+    process = start_process(arguments(config, tmp_path / "run", shards))
     wait_for_step(tmp_path / "run", 5)
     process.send_signal(number)
     out = finish(process, 128 + number)

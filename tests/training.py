@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from conftest import nano_run
-from forked import Command
+from forked import Forked
 from twoscale.config import RunConfig, TrainConfig
 from twoscale.config.serial import read_jsonl
 
@@ -27,10 +27,11 @@ def arguments(config: RunConfig, out: Path, shards: Path) -> list[str]:
     return words
 
 
-def finish(process: Command, code: int = 0) -> str:
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == code, out
-    return out
+def finish(process: Forked, code: int = 0) -> str:
+    """Wait for a command's end; its messages."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    return err
 
 
 def wait_for_step(run: Path, step: int) -> None:
