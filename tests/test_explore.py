@@ -161,8 +161,13 @@ def test_in_a_browser(trained: Path, browser) -> None:  # type: ignore[no-untype
             wait("#quick .tok:not(.given)")[3].click()
             wait("#said tr.left")
             box = wait("#prompt textarea")[0]
+            browser.execute_script(
+                "window.carets = 0;"
+                "new MutationObserver(() => { window.carets += document.querySelectorAll('.caret').length; })"
+                ".observe(document.body, {childList: true, subtree: true});"
+            )  # a short text may be complete before the next look from here
             box.send_keys(" again", Keys.ENTER)
-            wait(".caret")
+            WebDriverWait(browser, 60, 0.1).until(lambda b: b.execute_script("return window.carets"))
             browser.find_element(By.ID, "stop").click()
 
             def again(b) -> bool:  # type: ignore[no-untyped-def]
