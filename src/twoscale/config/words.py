@@ -9,7 +9,7 @@ PARTS = {  # part of the held-out text -> words
     "all": "spread over all held-out text",
 }
 MARGIN = 0.05  # counted FLOPs are called fewer from this share on
-UNITS = {"documents": "document", "pieces": "piece of a document", "windows": "window"}
+UNITS = {"documents": "document", "pieces": "piece of a document", "windows": "window", "samples": "sample"}
 IRREGULAR_PLURALS = {"piece of a document": "pieces of documents"}
 
 

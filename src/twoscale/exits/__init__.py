@@ -1,6 +1,6 @@
 """Exit rules: when a token may leave a loop group. All are frozen dataclasses; a rule of your own subclasses `Rule`."""
 
-from twoscale.exits.baselines import Oracle, RandomExit
+from twoscale.exits.baselines import AnswersOnly, Oracle, RandomExit
 from twoscale.exits.choose import NAMES, Exit, kind_of, name_of, parse, plan, spell
 from twoscale.exits.learned import Learned
 from twoscale.exits.logits import KL, ArgmaxStable, Confidence, Entropy, MinPKL
@@ -11,6 +11,7 @@ __all__ = [
     "KL",
     "NAMES",
     "Acceleration",
+    "AnswersOnly",
     "ArgmaxStable",
     "Confidence",
     "Cosine",

@@ -80,6 +80,10 @@ class Oracle(Rule):
         if self.depths.dim() not in (2, 3) or self.depths.is_floating_point() or int(self.depths.min()) < 1:
             raise UserError("Oracle: depths are whole numbers of at least 1, of shape (B, T) or (B, T, G)")
 
+    def of_rows(self, rows: slice) -> "Oracle":
+        """The oracle of some sequences of the batch."""
+        return Oracle(self.depths[rows])
+
     def measure(self, view: StepView) -> Tensor:
         b, t = view.rows.sequences, view.rows.positions
         if int(b.max()) >= self.depths.shape[0] or int(t.max()) >= self.depths.shape[1]:
@@ -90,6 +94,39 @@ class Oracle(Rule):
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value <= 0
+
+
+@dataclass(frozen=True, eq=False)
+class AnswersOnly(Rule):
+    """Another rule for the answers of a task; every other token takes all its loops. It tells what a rule costs where it reads the answer
+    from what it costs where it stops tokens that the answer depends on."""
+
+    rule: Rule
+    places: Tensor = field(repr=False)
+    """bool (B, T): where the answers are."""
+
+    @property
+    def follows_steps(self) -> bool:  # type: ignore[override]
+        return self.rule.follows_steps
+
+    @classmethod
+    def of(cls, rule: Rule, places: Tensor) -> "AnswersOnly":
+        return cls(rule, places, hits=rule.hits, min_steps=rule.min_steps, keep=rule.keep)
+
+    def of_rows(self, rows: slice) -> "AnswersOnly":
+        """The same rule for some sequences of the batch."""
+        return AnswersOnly.of(self.rule, self.places[rows])
+
+    def remember(self, view: StepView) -> Tensor | None:
+        return self.rule.remember(view)
+
+    def measure(self, view: StepView) -> Numbers:
+        places = self.places.to(view.rows.positions.device)[view.rows.sequences, view.rows.positions]
+        value = torch.as_tensor(self.rule.measure(view), device=places.device).expand(places.shape)
+        return torch.where(places, value, torch.nan)
+
+    def passes(self, value: Numbers) -> Tensor | bool:
+        return self.rule.passes(value)
 
 
 def _steps(losses: Tensor, depths: Tensor | None) -> Tensor:

@@ -31,9 +31,12 @@ from twoscale.tradeoff.samples import write_samples
 from twoscale.tradeoff.stats import interval
 from twoscale.tradeoff.summary import Sweep, read_calibration_of
 from twoscale.tradeoff.sweep import Sweeper
+from twoscale.tradeoff.task_commands import check_flags, default_loops, sweep_task
+from twoscale.tradeoff.task_points import TASK_RULES
 from twoscale.train.checkpoint import find_checkpoint
 
 MAX_DCE = 0.005  # nats: what a calibration may cost if nothing is asked for
+WINDOWS = 20  # held-out windows of a sweep
 Progress = Callable[[str], None]
 
 
@@ -42,10 +45,12 @@ def sweep(
     *,
     rules: Sequence[str] = RULES,
     taus: Sequence[float] = TAUS,
-    loops: int = 30,
-    windows: int = 20,
+    loops: int | None = None,
+    windows: int = WINDOWS,
     rounds: int = 6,
     controller: bool = True,
+    samples: int | None = None,
+    max_accuracy_drop: float | None = None,
     checkpoint: str | None = None,
     data_dir: Path | None = None,
     progress: Progress | None = None,
@@ -53,21 +58,28 @@ def sweep(
     """What every exit rule saves and costs, beside fixed depths, random exits and two oracles.
 
     Written to RUN/sweep.jsonl line by line; what the file has is not measured again. `rules` are swept over `taus` (NAME:VALUE takes one
-    setting as it is), `loops` is the most steps that a group may take, `windows` how many held-out windows are measured on, `rounds` how
-    often times are taken. With `controller` a learned controller is trained (once) and compared. By default it is the newest checkpoint, on
-    the run's own held-out text. Where torchrun has started several processes they share the work, and each returns the whole sweep.
+    setting as it is), `loops` is the most steps that a group may take (30 by default), `windows` how many held-out windows are measured on,
+    `rounds` how often times are taken. With `controller` a learned controller is trained (once) and compared. By default it is the newest
+    checkpoint, on the run's own held-out text. Where torchrun has started several processes they share the work, and each returns the whole
+    sweep.
+
+    On a model of a task (`hops`, `carry`) all rules are swept, over thresholds that held-out samples suggest: accuracy of the answers and
+    their steps by true depth, and for each rule the setting with the fewest steps whose accuracy is certified to drop by no more than
+    `max_accuracy_drop` (0.005). `samples` held-out samples are certified on and as many reported on; half as many are fitted on.
     """
     from twoscale.train.parallel import open_world  # with it comes torch.distributed, which the others do not need
 
     say = progress or _quiet
-    if windows < 2 or rounds < 1 or loops < 2:
+    if windows < 2 or rounds < 1 or (loops is not None and loops < 2):
         raise UserError("--windows and --loops are at least 2, --rounds at least 1")
     if not taus or not all(0 <= tau < float("inf") for tau in taus):
         raise UserError("--taus are numbers of at least 0")
-    for name in rules:
-        settings(name, tuple(taus))
     with open_world() as world, contextlib.ExitStack() as held:
         opened = load_run(run, checkpoint, data_dir, world.device)
+        check_flags(opened, {"--taus": tuple(taus) != TAUS, "--windows": windows != WINDOWS}, {"--samples": samples, "--max-accuracy-drop": max_accuracy_drop})
+        if opened.task is None:
+            for name in rules:
+                settings(name, tuple(taus))
         problem = None
         if world.main:
             try:
@@ -75,8 +87,7 @@ def sweep(
             except UserError as error:
                 problem = str(error)
         world.agree(problem)
-        text = opened.text("report", windows)
-        calibrated = calibrated_exit(run, opened.about, must=False)
+        loops = loops or default_loops(opened)
         learned = None
         if controller:
             if world.main:
@@ -87,9 +98,14 @@ def sweep(
                     problem = str(error)
             world.agree(problem)
             learned = read_or_train_controller(run, opened, loops)
+        about = (RunFolder(run).sweep, opened.about, world, rounds)
+        if opened.task is not None:
+            words = TASK_RULES if tuple(rules) == RULES else tuple(rules)
+            return sweep_task(opened, about, loops, words, learned, samples, max_accuracy_drop, say, quiet=progress is None)
+        calibrated = calibrated_exit(run, opened.about, must=False)
         points = grid(opened.model.config, loops, tuple(rules), tuple(taus), learned, calibrated)
         sweeper = Sweeper(
-            opened.model, text, loops, RunFolder(run).sweep, opened.about, world, rounds, windows,
+            opened.model, opened.text("report", windows), loops, *about, windows,
             lambda token: opened.tokenizer.decode([token]), opened.source, quiet=progress is None,
         )  # fmt: skip
         found = sweeper.run(points, say)

@@ -28,23 +28,25 @@ from twoscale.tradeoff.signals import record_signals
 MARGIN = 0.01  # nats
 DECAY = 1e-3
 WINDOWS = 8  # of text: eight weights need no more
+SAMPLES = 64  # of a task
 
 
 def train_controller(model: LoopedGPT, text: HeldOut, loops: int) -> dict[str, Any]:
     """The heads of all groups, and how well they tell: a record for controller.json."""
     started = time.perf_counter()
-    table = torch.stack([evaluate(model, text, None, k).losses.flatten() for k in range(1, loops + 1)])  # (K, n)
+    asked = text.asked.flatten()  # on a task the answers' positions alone have a loss
+    table = torch.stack([evaluate(model, text, None, k).losses.flatten()[asked] for k in range(1, loops + 1)])  # (K, n)
     better = (table - table[-1] > MARGIN).float()
     seen = record_signals(model, text, exits.Acceleration(0.0), loops, features)
     heads, told = [], []
     for values in seen:
-        x, y = values[1:].flatten(0, 1), better[1:].flatten()  # the first step has nothing to compare with
+        x, y = values[1:, asked].flatten(0, 1), better[1:].flatten()  # the first step has nothing to compare with
         known = x.isfinite().all(dim=1)
         head = fit(x[known], y[known])
         right = ((x[known] @ head > 0).float() == y[known]).float().mean()
         heads.append([float(f"{w:.6g}") for w in head])
         told.append({"right": float(right), "base": float(max(y[known].mean(), 1 - y[known].mean()))})
-    return {"features": list(FEATURES), "heads": heads, "told": told, "tokens": text.targets.numel(), "loops": loops,
+    return {"features": list(FEATURES), "heads": heads, "told": told, "tokens": text.n_asked, "loops": loops,
             "margin": MARGIN, "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 
 
@@ -70,7 +72,7 @@ def fit(x: Tensor, y: Tensor) -> Tensor:
 
 def controller(folder: Path, opened: LoadedRun, loops: int) -> exits.Learned:
     """The controller of a run: read if it was trained for this very checkpoint, depth and text, trained and saved otherwise."""
-    path, text = RunFolder(folder).controller, opened.text("fit", WINDOWS)
+    path, text = RunFolder(folder).controller, opened.text("fit", WINDOWS if opened.task is None else SAMPLES)
     about = opened.about | {"text": text.fingerprint}
     wanted = about | {"loops": loops}
     stored = read_json(path) if path.exists() else {}

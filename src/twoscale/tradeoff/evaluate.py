@@ -31,7 +31,7 @@ class Evaluation(OneLine):
     """Of every token: its loss, its steps, and the most likely next token."""
 
     losses: Tensor
-    """fp64 (N, T), nats."""
+    """fp64 (N, T), nats; 0 where nothing is asked."""
     steps: Tensor
     """int64 (N, T, G)."""
     choices: Tensor
@@ -45,10 +45,11 @@ def evaluate(model: LoopedGPT, text: HeldOut, exit: Exit | None, loops: int | Se
     losses, steps, choices = [], [], []
     for first in range(0, len(text.ids), batch):
         rows = slice(first, first + batch)
-        rule = exits.Oracle(exit.depths[rows]) if isinstance(exit, exits.Oracle) else exit
+        rule = exit.of_rows(rows) if isinstance(exit, exits.Oracle | exits.AnswersOnly) else exit
         out = forward(model, text.ids[rows], exit=rule, loops=loops)
         wanted = text.targets[rows].to(device)
-        losses.append(F.cross_entropy(out.logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape).double().cpu())
+        loss = F.cross_entropy(out.logits.flatten(0, 1), wanted.flatten(), reduction="none", ignore_index=-1)
+        losses.append(loss.view(wanted.shape).double().cpu())
         steps.append(out.steps.cpu())
         choices.append(out.logits.argmax(dim=-1).cpu())
     return Evaluation(torch.cat(losses), torch.cat(steps), torch.cat(choices))
@@ -75,6 +76,7 @@ def flops_of_tokens(config: ModelConfig, steps: Tensor, exit: Exit | None = None
         taken = steps[..., g].double()
         base = step_flops(c, g, 0)
         total = total + enter_flops(c) + taken * (base + (step_flops(c, g, 1) - base) * context)
+        rule = rule.rule if isinstance(rule, exits.AnswersOnly) else rule
         if isinstance(rule, Reads):
             coda = sum(len(layer) for layer, group in c.stages[-1:] if group is None) if rule.read == "coda" else 0
             at_zero = layer_flops(c, 0)
@@ -84,16 +86,18 @@ def flops_of_tokens(config: ModelConfig, steps: Tensor, exit: Exit | None = None
 
 
 def describe(config: ModelConfig, text: HeldOut, evaluation: Evaluation, full: Evaluation, exit: Exit | None) -> dict[str, Any]:
-    """The record of one point: quality against the full run, with intervals over documents, and cost."""
-    clusters = text.clusters.numpy()
-    ce, rise = evaluation.losses.mean(), (evaluation.losses - full.losses).numpy()
+    """The record of one point: quality against the full run, with intervals over documents, and cost. On a task quality and steps are those
+    of the answers, FLOPs those of all tokens."""
+    asked = text.asked
+    clusters, losses, steps = text.clusters[asked].numpy(), evaluation.losses[asked], evaluation.steps[asked]
+    ce, rise = losses.mean(), (losses - full.losses[asked]).numpy()
     low, high = interval(rise, clusters)
     flops, looks = flops_of_tokens(config, evaluation.steps, exit)
-    flops_low, flops_high = interval(flops.numpy(), clusters)
-    ce_low, ce_high = interval(evaluation.losses.numpy(), clusters)
+    flops_low, flops_high = interval(flops.numpy(), text.clusters.numpy())
+    ce_low, ce_high = interval(losses.numpy(), clusters)
     groups = []
-    for g in range(evaluation.steps.shape[-1]):
-        taken = evaluation.steps[..., g].flatten()
+    for g in range(steps.shape[-1]):
+        taken = steps[..., g].flatten()
         groups.append(
             {
                 "mean": float(taken.double().mean()),
@@ -104,8 +108,8 @@ def describe(config: ModelConfig, text: HeldOut, evaluation: Evaluation, full: E
     return {
         "ce": float(ce), "ce_low": ce_low, "ce_high": ce_high, "ppl": float(ce.exp()),
         "dce": float(rise.mean()), "dce_low": low, "dce_high": high,
-        "agree": float((evaluation.choices == full.choices).double().mean()),
-        "mean_steps": float(evaluation.steps.double().mean()), "steps": groups,
+        "agree": float((evaluation.choices == full.choices)[asked].double().mean()),
+        "mean_steps": float(steps.double().mean()), "steps": groups,
         "flops": float(flops.mean()), "flops_low": flops_low, "flops_high": flops_high, "flops_looks": float(looks.mean()),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Held-out text in three parts that share no document: to fit thresholds on, to certify them on, and to report on.
+"""Held-out text in three parts that share no document, or samples of a task: to fit thresholds on, to certify them on, and to report on.
 
 Shapes: N windows, T tokens in each.
 """
@@ -14,14 +14,16 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.config.show import OneLine
 from twoscale.data import TokenData, held_out
+from twoscale.tasks.task import HELD_OUT, Task
 
-By = Literal["documents", "pieces", "windows"]
+By = Literal["documents", "pieces", "windows", "samples"]
 Role = Literal["fit", "certify", "report"]
 SHARES: dict[Role, float] = {"fit": 0.25, "certify": 0.375, "report": 0.375}
 MAX_TOKENS = 4_000_000  # tokens of a split that are looked at
 ENOUGH = 12  # documents; with fewer the text is parted by windows
 FEW = 8  # documents in a part; with fewer, pieces of them take their place
 PIECE = 2048  # tokens in a piece
+PART = 2**32  # samples of a task between the first ones of two parts; the first part of all is training's own validation
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,11 +33,27 @@ class HeldOut(OneLine):
     ids: Tensor
     """int64 (N, T)."""
     targets: Tensor
-    """int64 (N, T)."""
+    """int64 (N, T); on a task -1 where nothing is asked."""
     clusters: Tensor
     """int64 (N, T): what each target belongs to."""
     by: By
-    """What the clusters are: documents; pieces of documents where there are few; windows where there are fewer still."""
+    """What the clusters are: documents; pieces of documents where there are few; windows where there are fewer still; samples of a task."""
+    depth: Tensor | None = None
+    """On a task, int64 (N, T): the true depth of each answer, 0 where nothing is asked; None for text."""
+
+    @property
+    def asked(self) -> Tensor:
+        """bool (N, T): the tokens that are measured; on a task the answers, in text all."""
+        return self.targets >= 0
+
+    @property
+    def n_asked(self) -> int:
+        return int(self.asked.sum())
+
+    @property
+    def first_asked(self) -> int:
+        """The first position at which any sample is asked."""
+        return int(self.asked.any(dim=0).long().argmax())
 
     @property
     def fingerprint(self) -> str:
@@ -79,6 +97,14 @@ def heldout_part(data: TokenData, eot: int, block_size: int, role: Role, windows
         by, owners = "windows", np.broadcast_to(np.arange(len(rows))[:, None], owners.shape).copy()
     ids = torch.from_numpy(rows)
     return HeldOut(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.from_numpy(owners), by)
+
+
+def task_part(task: Task, role: Role, samples: int, seed: int = 0) -> HeldOut:
+    """The first samples of one part of a task's held-out samples. Parts share no sample, with each other or with training's validation."""
+    first = HELD_OUT + (1 + list(SHARES).index(role)) * PART
+    batch = task.batch(range(first, first + samples), seed)
+    clusters = torch.arange(samples)[:, None].expand_as(batch.ids).contiguous()
+    return HeldOut(batch.ids, batch.targets, clusters, "samples", batch.depth)
 
 
 def _pieces(documents: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from twoscale.engine import Engine, loop_params
 from twoscale.engine.cache import Cache
@@ -43,31 +44,38 @@ class LatencyTimer:
         self.text = text
         self.engine = Engine(model)
         self.params = {name: loop_params(model, loops=loops, exit=exit) for name, exit in exits.items()}
+        self.steps: dict[str, float] = {}
+        """Mean steps of the tokens of the last round, over groups."""
 
     def round(self, number: int, names: Sequence[str]) -> dict[str, float]:
         """Mean ms a token of some points on one window."""
         window = number % len(self.text.ids)
         ids = self.text.ids[window].tolist()
         caches = {name: self._prefill(name, window, ids[: self.prompt]) for name in names}
-        seconds = dict.fromkeys(names, 0.0)
+        seconds, steps = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         order = random.Random(number)
         for token in ids[self.prompt : self.prompt + self.tokens]:
             tries: dict[str, list[float]] = {name: [] for name in names}
             for repeat in range(REPEATS):
                 for name in order.sample(names, len(names)):
                     started = time.perf_counter()
-                    self._one(window, caches[name], token)
+                    taken = self._one(window, caches[name], token)
                     tries[name].append(time.perf_counter() - started)
                     if repeat < REPEATS - 1:
                         caches[name].rewind(caches[name].length - 1)  # the token is forgotten, and written again
+                    else:
+                        steps[name] += float(taken.double().mean())
             for name in names:
                 seconds[name] += median(tries[name])
+        self.steps = {name: total / self.tokens for name, total in steps.items()}
         return {name: 1e3 * s / self.tokens for name, s in seconds.items()}
 
     @torch.inference_mode()
-    def _one(self, window: int, cache: Cache, token: int) -> None:
-        x, _ = self.engine.run([(window, cache, [token])])
+    def _one(self, window: int, cache: Cache, token: int) -> Tensor:
+        """Decode one token; its steps in each group."""
+        x, steps = self.engine.run([(window, cache, [token])])
         self.engine.model.head(x).argmax(dim=-1).item()
+        return steps
 
     def _prefill(self, name: str, window: int, ids: list[int]) -> Cache:
         cache = self.engine.open(self.prompt + self.tokens, self.params[name])

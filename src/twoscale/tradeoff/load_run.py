@@ -1,4 +1,4 @@
-"""A run opened for measuring: its model, its held-out text, and the name of what was measured."""
+"""A run opened for measuring: its model, its held-out text or samples, and the name of what was measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,28 +14,45 @@ from twoscale.config.run_folder import RunFolder
 from twoscale.data import TokenData, Tokenizer, source_name
 from twoscale.exits.learned import heads_of
 from twoscale.model import LoopedGPT
-from twoscale.tradeoff.heldout import HeldOut, Role, heldout_part
+from twoscale.tasks.file import load_task
+from twoscale.tasks.task import Task
+from twoscale.tradeoff.heldout import HeldOut, Role, heldout_part, task_part
 from twoscale.tradeoff.summary import read_calibration
 from twoscale.train import checkpoint as ckpt
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A checkpoint and the held-out text of its run."""
+    """A checkpoint and the held-out text of its run, or the task that it was trained on."""
 
     model: LoopedGPT
     tokenizer: Tokenizer
-    data: TokenData
+    held_out: TokenData | Task
     about: dict[str, Any]
     """Which checkpoint this is, by name and by content."""
     config: RunConfig
 
     @property
+    def data(self) -> TokenData:
+        """The held-out text."""
+        if isinstance(self.held_out, Task):
+            raise UserError(f"the run was trained on the task {self.held_out.name} and has no text: this command needs text")
+        return self.held_out
+
+    @property
+    def task(self) -> Task | None:
+        """The task; None for text."""
+        return self.held_out if isinstance(self.held_out, Task) else None
+
+    @property
     def source(self) -> str:
-        """Where the held-out text came from: `builtin`, the name of a file or folder, or a dataset of the hub."""
-        return source_name(self.data.folder)
+        """Where the held-out text came from: `builtin`, the name of a file or folder, or a dataset of the hub; the name of a task."""
+        return source_name(self.data.folder) if self.task is None else self.task.name
 
     def text(self, role: Role, windows: int) -> HeldOut:
+        """Windows of text, or samples of the task."""
+        if self.task is not None:
+            return task_part(self.task, role, windows)
         return heldout_part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)
 
 
@@ -48,14 +65,22 @@ def load_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = N
 
 
 def load_run_model(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> LoadedRun:
-    """The model of a run and the shards it was trained on, or others made with the same tokenizer."""
+    """The model of a run and the shards it was trained on, or others made with the same tokenizer; on a task, the task."""
     from twoscale.train.run import find_data  # with it comes torch.distributed, which loading a calibration does not need
 
     folder = ckpt.find_checkpoint(run, checkpoint)
     model, tokenizer = ckpt.load_model(folder)
-    data = TokenData(find_data(run, data_dir), "val")
-    if data.tokenizer != tokenizer.fingerprint:
-        raise UserError(f"{data.folder} was made with another tokenizer than this model's: give its own shards with --data-dir")
+    data: TokenData | Task
+    if (task := load_task(run)) is not None:
+        if data_dir is not None:
+            raise UserError(f"--data-dir {data_dir}: {run} was trained on the task {task.name}, which makes its own samples; leave it away")
+        if tokenizer.fingerprint != task.tokenizer().fingerprint:
+            raise UserError(f"{RunFolder(run).task} is not of this model, whose vocabulary is another: put the model's own task.json there")
+        data = task
+    else:
+        data = TokenData(find_data(run, data_dir), "val")
+        if data.tokenizer != tokenizer.fingerprint:
+            raise UserError(f"{data.folder} was made with another tokenizer than this model's: give its own shards with --data-dir")
     about = name_checkpoint(folder)
     return LoadedRun(model.to(device or torch.device("cpu")), tokenizer, data, about, ckpt.load_config(folder))
 

@@ -119,7 +119,7 @@ def grid(
         words = [_short(calibrated.get(g)) for g in range(config.n_groups)]
         ruled.append(Point(f"calibrated {' '.join(words)}", "calibrated", None, _same(dict(calibrated)), f"calibrated: {', '.join(words)}"))
     leading = [p for p in ruled if p.family in ("acceleration", "calibrated")] or ruled
-    after = [Point(f"random~{p.id}", "random", p.setting, _as_random(p.id, loops)) for p in leading]
+    after = [Point(f"random~{p.id}", "random", p.setting, as_random(p.id, loops)) for p in leading]
     after += [Point(f"oracle-stay:{eps!r}", "oracle-stay", eps, _stay(eps)) for eps in NEAR]
     after += [Point(f"oracle-lagrange:{price!r}", "oracle-lagrange", price, _lagrange(price)) for price in PRICES]
     return [first, ruled, after]
@@ -149,7 +149,7 @@ def _same(exit: Exit) -> Callable[[Seen], Exit]:
     return lambda seen: exit
 
 
-def _as_random(other: str, loops: int) -> Callable[[Seen], Exit]:
+def as_random(other: str, loops: int) -> Callable[[Seen], Exit]:
     """Depths at random, with the mean steps that another point took in each group, and none above the most that is allowed."""
 
     def draw(mean: float) -> exits.Rule:

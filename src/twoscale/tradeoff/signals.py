@@ -4,7 +4,7 @@ token would have left.
 Shapes: K steps, n tokens, F numbers for each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from twoscale.exits import Rule, StepView
-from twoscale.exits.rule import Numbers, RuleState
+from twoscale.exits.choose import main_setting
+from twoscale.exits.rule import Numbers, RuleState, Threshold
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.evaluate import evaluate
 from twoscale.tradeoff.heldout import HeldOut
@@ -69,15 +70,21 @@ def exit_steps(rule: Rule, values: Tensor) -> Tensor:
     return steps
 
 
-def thresholds(rule: Any, values: Tensor, targets: tuple[float, ...]) -> list[tuple[float, float]]:
-    """Thresholds at which a group's tokens would take about so many steps on average, with the steps: (tau, mean), most steps first."""
+def thresholds(rule: Rule, values: Tensor, targets: Sequence[float]) -> list[tuple[float, float]]:
+    """Thresholds at which a group's tokens would take about so many steps on average, with the steps: (threshold, mean), most steps first."""
     finite = values[values.isfinite()].double()
     if not len(finite):
         return []
     tries = torch.quantile(finite[:: max(1, len(finite) // 100_000)], torch.linspace(0, 1, 97, dtype=torch.float64)).tolist()
+    digits = 4 if isinstance(rule, Threshold) else 8  # probabilities lie close to 1
     found: dict[float, float] = {}
-    for tau in sorted(set(tries)):
-        tau = float(f"{max(0.0, tau):.4g}")
-        found[tau] = float(exit_steps(replace(rule, tau=tau), values).double().mean())
-    chosen = {min(found, key=lambda tau: abs(found[tau] - target)) for target in targets}
-    return sorted(((tau, found[tau]) for tau in chosen), key=lambda pair: -pair[1])
+    for value in sorted(set(tries)):
+        value = float(f"{max(0.0, value):.{digits}g}")
+        found[value] = float(exit_steps(at_threshold(rule, value), values).double().mean())
+    chosen = {min(found, key=lambda value: abs(found[value] - target)) for target in targets}
+    return sorted(((value, found[value]) for value in chosen), key=lambda pair: -pair[1])
+
+
+def at_threshold(rule: Any, value: float) -> Rule:
+    """The rule with another threshold."""
+    return replace(rule, **{main_setting(type(rule)): value})  # type: ignore[no-any-return]

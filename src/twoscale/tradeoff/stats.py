@@ -2,7 +2,7 @@
 
 Every draw is seeded, so the same measurements give the same intervals.
 
-Shapes: D clusters, R resamples.
+Shapes: D clusters, R resamples, n tokens.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,48 @@ def by_cluster(values: Array, clusters: Array) -> tuple[Array, Array]:
 def interval(values: Array, clusters: Array, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
     """A bootstrap interval for the mean over tokens, resampling whole clusters."""
     sums, counts = by_cluster(values, clusters)
-    n = len(sums)
-    weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)  # (R, D)
+    weights = resampled(len(sums), resamples, seed)
     means = (weights @ sums) / (weights @ counts)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+def resampled(clusters: int, resamples: int, seed: int) -> Array:
+    """How often each cluster is drawn in each resample: (R, D)."""
+    return np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), size=resamples)
+
+
+def spearman(
+    x: Array, y: Array, clusters: Array, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float, float] | None:
+    """Spearman's rank correlation of x and y (n,), equal values sharing their mean rank, with a bootstrap interval over clusters.
+
+    None where one of the two is constant. Both take few different values: counts of the pairs are resampled, not the tokens.
+    """
+    kinds = [np.unique(values.ravel(), return_inverse=True) for values in (x, y, clusters)]
+    shape = tuple(len(values) for values, _ in kinds)
+    place = np.ravel_multi_index(tuple(where.ravel() for _, where in kinds), shape)
+    counts = np.bincount(place, minlength=int(np.prod(shape))).reshape(-1, shape[2]).astype(float)  # (pairs, D)
+    tables = np.concatenate((np.ones((1, shape[2])), resampled(shape[2], resamples, seed))) @ counts.T  # the sample itself comes first
+    found = _rank_correlation(tables.reshape(-1, *shape[:2]))
+    if np.isnan(found[0]):
+        return None
+    drawn = found[1:][np.isfinite(found[1:])]
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2]) if len(drawn) else (found[0], found[0])
+    return float(found[0]), float(low), float(high)
+
+
+def _rank_correlation(tables: Array) -> Array:
+    """Spearman's correlation for each table of counts (R, X, Y), values ascending: (R,); NaN where one of the two is constant."""
+    total = tables.sum(axis=(1, 2))
+    ranks = []
+    for axis in (2, 1):
+        margin = tables.sum(axis=axis)  # (R, X) or (R, Y)
+        ranks.append(np.cumsum(margin, axis=1) - margin / 2 - total[:, None] / 2)  # mean rank of a value, centred
+    a, b = ranks
+    covariance = np.einsum("rxy,rx,ry->r", tables, a, b)
+    spread = (tables.sum(axis=2) * a**2).sum(axis=1) * (tables.sum(axis=1) * b**2).sum(axis=1)
+    return np.where(spread > 0, covariance / np.sqrt(np.where(spread > 0, spread, 1.0)), np.nan)
 
 
 def upper_bound(values: Array, clusters: Array, delta: float) -> float:

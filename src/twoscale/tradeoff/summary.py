@@ -25,10 +25,23 @@ class Sweep:
     points: list[dict[str, Any]]
     rounds: int
     """How often times were taken."""
+    choices: Sequence[dict[str, Any]] = ()
+    """On a task: the setting of each rule that was certified to keep the accuracy."""
+    comparisons: Sequence[dict[str, Any]] = ()
+    """On a task: steps of one rule's choice minus another's."""
+
+    @property
+    def task(self) -> str | None:
+        """The task that was swept; None for text."""
+        return self.header.get("task")
 
     def __repr__(self) -> str:
         head = self.header
         timed = f"timed {self.rounds} times" if self.rounds else "not timed"
+        if self.task is not None:
+            from twoscale.tradeoff.depth_summary import best_words
+
+            return f"Sweep({head['checkpoint']}, task {self.task}: {len(self.points)} points on {head['tokens']:,} answers, {best_words(self)})"
         return (
             f"Sweep({head['checkpoint']}: {len(self.points)} points on {head['tokens']:,} tokens, at most {head['loops']} loops, {timed})"
         )
@@ -68,6 +81,8 @@ def read_sweep(path: Path, mean_loops: int | None = None) -> Sweep | None:
         return None
     if lines[0].get("kind") != "sweep":
         raise UserError(f"{path} does not begin as a sweep does: move it away and sweep again")
+    if lines[0].get("task") is not None:
+        check_task_lines(lines, path)
     points = {line["id"]: dict(line) for line in lines if line.get("kind") == "point"}
     rounds = [line["ms"] for line in lines if line.get("kind") == "round"]
     reference = [r["full"] for r in rounds if "full" in r]
@@ -78,8 +93,59 @@ def read_sweep(path: Path, mean_loops: int | None = None) -> Sweep | None:
             scale = median(reference)
             ratio, low, high = ratio_interval(pairs)
             point |= {"ms": scale * ratio, "ms_low": scale * low, "ms_high": scale * high, "speed": ratio}
+        taken = [line["steps"][name] for line in lines if line.get("kind") == "round" and name in line.get("steps", {})]
+        point |= {"timed_steps": sum(taken) / len(taken)} if taken else {}
     header = lines[0] if mean_loops is None else {"mean_loops": mean_loops} | lines[0]
-    return Sweep(header, list(points.values()), len({line.get("round") for line in lines if line.get("kind") == "round"}))
+    choices, comparisons = ([line for line in lines if line.get("kind") == kind] for kind in ("choice", "comparison"))
+    return Sweep(
+        header, list(points.values()), len({line.get("round") for line in lines if line.get("kind") == "round"}), choices, comparisons
+    )
+
+
+TASK_VERSION = 1
+TASK_KEYS: dict[str, dict[str, Any]] = {  # kind of a line -> what it must hold
+    "sweep": {"task": str, "loops": int, "tokens": int, "clusters": int, "max_accuracy_drop": float, "delta": float, "checkpoint": str},
+    "point": {
+        "id": str, "family": str, "accuracy": float, "accuracy_low": float, "accuracy_high": float, "drop": float, "drop_low": float,
+        "drop_high": float, "mean_steps": float, "mean_steps_low": float, "mean_steps_high": float, "all_steps": float,
+        "spearman": float | None, "spearman_low": float | None, "spearman_high": float | None, "by_depth": list,
+    },
+    "choice": {"family": str, "scope": str, "id": str | None, "bound": float | None, "tested": int, "settings": int},
+    "comparison": {"id": str, "a": str, "b": str, "steps": float, "low": float, "high": float},
+    "round": {"round": int, "ms": dict},
+}  # fmt: skip
+
+
+def check_task_lines(lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """An error where a task's sweep.jsonl is of another version, or a line lacks what its kind has."""
+    if lines[0].get("task_version") != TASK_VERSION:
+        raise UserError(
+            f"{path} is a task's sweep of version {lines[0].get('task_version')!r}, this program reads version {TASK_VERSION}: "
+            "move it away and sweep again"
+        )
+    for number, line in enumerate(lines, start=1):
+        wanted = TASK_KEYS.get(str(line.get("kind")))
+        bad = [key for key, kind in (wanted or {"kind": str}).items() if not _is(line.get(key), kind)]
+        bad += [] if wanted is None or _depths(line.get("by_depth", [])) else ["by_depth"]
+        if wanted is None or bad:
+            raise UserError(f"{path}, line {number} is no line of a task's sweep ({(bad or ['kind'])[0]}): move the file away and sweep again")
+    points = {line["id"] for line in lines if line["kind"] == "point"}
+    for choice in (line for line in lines if line["kind"] == "choice"):
+        suffix = "@answers" if choice["scope"] == "answers" else ""
+        if choice["id"] is not None and choice["scope"] == "all" and f"{choice['id']}{suffix}" not in points:
+            raise UserError(f"{path}: {choice['id']} was chosen but not measured: move the file away and sweep again")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of a kind; a whole number may stand for a float, a bool for neither."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, kind | int if kind in (float, float | None) else kind)
+
+
+def _depths(rows: Any) -> bool:
+    keys = ("depth", "answers", "accuracy", "steps", "std")
+    return isinstance(rows, list) and all(isinstance(row, dict) and all(_is(row.get(key), float) for key in keys) for row in rows)
 
 
 def read_calibration(path: Path) -> dict[str, Any] | None:

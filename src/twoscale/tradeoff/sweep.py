@@ -21,6 +21,7 @@ from twoscale.config.run_folder import free_name
 from twoscale.config.serial import read_jsonl
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
+from twoscale.tradeoff.depth import depth_record
 from twoscale.tradeoff.evaluate import Evaluation, describe, evaluate, hard_tokens
 from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.latency import REFERENCE, LatencyTimer, parties
@@ -57,7 +58,7 @@ class Sweeper:
         self.model, self.text, self.loops, self.path, self.world, self.rounds = model, text, loops, path, world, rounds
         self.header = {
             "kind": "sweep", "version": VERSION, **about, "loops": loops, "windows": len(text.ids), "asked_windows": windows,
-            "tokens": text.targets.numel(), "clusters": text.n_clusters, "by": text.by, "text": text.fingerprint,
+            "tokens": text.n_asked, "clusters": text.n_clusters, "by": text.by, "text": text.fingerprint,
             "groups": model.config.n_groups,
         }  # fmt: skip
         self.remarks = {"mean_loops": model.config.mean_loops, "source": source}  # written, but a file without them is the same sweep
@@ -97,17 +98,7 @@ class Sweeper:
 
     def run(self, rounds_of_points: Sequence[Sequence[Point]], say: Callable[[str], None] = lambda text: None) -> Sweep:
         """Measure what the file does not have yet; returns all of it."""
-        error = None
-        if self.world.main:
-            try:
-                self._open()
-            except (UserError, OSError) as problem:
-                error = str(problem)
-        self.world.agree(error)
-        if self.set_aside is not None:
-            say(f"{self.path.name} was of another checkpoint or other settings: it is kept as {self.set_aside.name}")
-        lines = read_jsonl(self.path)
-        self.records = {line["id"]: line for line in lines if line.get("kind") == "point"}
+        lines = self._start(say)
         points = [p for points in rounds_of_points for p in points]
         timed = {(line["round"], name) for line in lines if line.get("kind") == "round" for name in line["ms"]}
         untimed = [p for p in points if any((r, p.id) not in timed for r in range(self.rounds))]
@@ -120,22 +111,42 @@ class Sweeper:
         done = 0
         self.world.barrier()
         for round_of_points in rounds_of_points:
-            mine = [p for p in round_of_points if p.id not in self.records]
-            if any(p.family.startswith("oracle") for p in [*mine, *untimed]):
+            if any(p.family.startswith("oracle") for p in [*(p for p in round_of_points if p.id not in self.records), *untimed]):
                 self._table()  # every process takes part in it
-            for point, record in self._spread(mine, lambda p: self._measure(p, p.exit(seen))):
-                self.records[point.id] = record
-                done += 1
-                if self.world.main:
-                    self._write(record)
-                if line is not None:
-                    line.update(done, point.label or point.id)
+            done = self._points(round_of_points, seen, line, done)
         if self.world.main and untimed:
             self._time({p.id: p.exit(seen) for p in untimed}, timed, line, done)
         if line is not None:
             line.close()
         self.world.barrier()
         return self._read()
+
+    def _start(self, say: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Open the file and take up what it has; its lines."""
+        error = None
+        if self.world.main:
+            try:
+                self._open()
+            except (UserError, OSError) as problem:
+                error = str(problem)
+        self.world.agree(error)
+        if self.set_aside is not None:
+            say(f"{self.path.name} was of another checkpoint or other settings: it is kept as {self.set_aside.name}")
+        lines = read_jsonl(self.path)
+        self.records = {line["id"]: line for line in lines if line.get("kind") == "point"}
+        return lines
+
+    def _points(self, points: Sequence[Point], seen: Seen, line: ProgressLine | None, done: int) -> int:
+        """Measure the points that the file does not have; how many are done then."""
+        mine = [p for p in points if p.id not in self.records]
+        for point, record in self._spread(mine, lambda p: self._measure(p, p.exit(seen))):
+            self.records[point.id] = record
+            done += 1
+            if self.world.main:
+                self._write(record)
+            if line is not None:
+                line.update(done, point.label or point.id)
+        return done
 
     def _read(self) -> Sweep:
         found = read_sweep(self.path)
@@ -188,6 +199,8 @@ class Sweeper:
             found = evaluate(self.model, self.text, exit, self.loops)
         record: dict[str, Any] = {"kind": "point", "id": point.id, "family": point.family, "setting": point.setting, "label": point.label}
         record |= describe(c, self.text, found, self.full, exit)
+        if self.text.depth is not None:
+            return record | depth_record(self.text, found, self.full)
         if isinstance(exit, exits.Oracle):
             depths = exit.depths if exit.depths.dim() == 3 else exit.depths[..., None].expand(*exit.depths.shape, c.n_groups)
             record["ce_table"] = float(self._table().at(depths).mean())
