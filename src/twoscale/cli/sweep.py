@@ -1,6 +1,7 @@
 """`twoscale sweep RUN`: what every exit rule saves and costs, beside fixed depths, random exits and two oracles.
 
 twoscale sweep runs/tiny
+twoscale sweep hops
 torchrun --nproc-per-node 8 -m twoscale sweep runs/paper --rules step-norm kl acceleration entropy
 """
 
@@ -12,6 +13,7 @@ import tyro
 
 from twoscale.cli.parse import is_main_process, options, parse, say
 from twoscale.config.words import all_loops
+from twoscale.report.depth_words import task_table
 from twoscale.report.words import default_depth, signed, sweep_text
 
 if TYPE_CHECKING:
@@ -20,22 +22,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SweepArgs:
-    """Measure rules x thresholds and all baselines on held-out text; written to RUN/sweep.jsonl line by line, resumed after a kill."""
+    """Measure rules x thresholds and all baselines on held-out text; written to RUN/sweep.jsonl line by line, resumed after a kill.
+
+    On a model of a task (hops, carry): all rules, by accuracy, steps and true depth of the answers."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run, or `bundled`."""
+    """Folder of the run, or `bundled`, or `hops`."""
     rules: tuple[str, ...] = ("step-norm", "kl", "acceleration")
-    """Rules to sweep over the thresholds; NAME:VALUE takes one setting as it is."""
+    """Rules to sweep over the thresholds; NAME:VALUE takes one setting as it is. On a task all rules, if nothing is named."""
     taus: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
     """Thresholds; the first four are the paper's."""
-    loops: int = 30
-    """The most steps that a group may take: the full run."""
+    loops: int | None = None
+    """The most steps that a group may take: the full run. By default 30, on a task as many as its staircase has (16)."""
     windows: int = 20
     """Held-out windows to measure on."""
     rounds: int = 6
     """How often times are taken."""
     controller: bool = True
     """Train (once) and compare a learned controller, on documents that are not measured on."""
+    samples: int | None = None
+    """On a task: held-out samples to certify on and to report on (128 by default); a quarter as many are fitted on."""
+    max_accuracy_drop: float | None = None
+    """On a task: the accuracy may drop by this share of the answers (0.005, half a point, by default)."""
     checkpoint: str | None = None
     """Which checkpoint (for example step-000120); the newest by default."""
     data_dir: Path | None = None
@@ -49,7 +57,7 @@ def run(args: list[str]) -> int:
 
     found = sweep(parsed.run, **options(parsed), progress=say)
     if is_main_process():
-        print(table(found))
+        print(table(found) if found.task is None else task_table(found))
     return 0
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from twoscale.config.errors import UserError
 
-BUNDLED = "bundled"  # names the model in the package
+BUNDLED = "bundled"  # names the text model in the package
+IN_THE_PACKAGE = {BUNDLED: "bundled", "hops": "bundled-hops"}  # models in the package -> the folder in runs/ that is made of them
 
 # A folder with weights: a checkpoint, an export, a published model.
 MODEL = "model.safetensors"

@@ -17,6 +17,7 @@ from twoscale.data import TokenData, Tokenizer, held_out, source_name
 from twoscale.geometry.pca import pca
 from twoscale.geometry.record import group_names, measure, measure_limit
 from twoscale.geometry.steps import VERDICTS, verdicts
+from twoscale.tasks.task import Task
 from twoscale.tracing import Trace, trace
 from twoscale.train import Trainer, checkpoint as ckpt
 
@@ -62,7 +63,9 @@ def tracked(record: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def measure_checkpoint(run: Path, folder: Path, data: Path, loops: int | None, sequences: int | None, limit_loops: int) -> dict[str, Any]:
+def measure_checkpoint(
+    run: Path, folder: Path, data: Path | Task, loops: int | None, sequences: int | None, limit_loops: int
+) -> dict[str, Any]:
     """Everything that is measured of one checkpoint, written to geometry.jsonl; returns the record.
 
     Without `loops` and `sequences` it is measured on the very windows, and as deep, as training measured.
@@ -74,12 +77,12 @@ def measure_checkpoint(run: Path, folder: Path, data: Path, loops: int | None, s
     record = measure(model, ids, loops or config.train.geometry_loops)
     for group, limit in zip(record["groups"], measure_limit(model, ids, limit_loops), strict=True):
         group["limit"] = limit
-    record = _about(config, progress, record, started, source_name(data))
+    record = _about(config, progress, record, started, data.name if isinstance(data, Task) else source_name(data))
     write_record(run, record)
     return record
 
 
-def trace_sequence(run: Path, folder: Path, data: Path, loops: int | None) -> None:
+def trace_sequence(run: Path, folder: Path, data: Path | Task, loops: int | None) -> None:
     """One held-out sequence in full: states, tokens, each token's verdict, and trajectories in a common space."""
     model, tokenizer = ckpt.load_model(folder)
     loops = loops or ckpt.load_config(folder).train.geometry_loops
@@ -113,7 +116,10 @@ def sequence_record(traced: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _windows(data: Path, block_size: int, sequences: int, tokenizer: Tokenizer) -> Tensor:
+def _windows(data: Path | Task, block_size: int, sequences: int, tokenizer: Tokenizer) -> Tensor:
+    """Held-out windows of text, or samples of a task."""
+    if isinstance(data, Task):
+        return data.heldout(sequences).ids
     text = TokenData(data, "val")
     if text.tokenizer != tokenizer.fingerprint:
         raise UserError(f"{data} was made with another tokenizer than this model's: give its own shards with --data-dir")

@@ -10,6 +10,7 @@ from twoscale.config.model import MAX_LOOPS
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.words import group_label, plural
 from twoscale.geometry.probe import measure_checkpoint, trace_sequence
+from twoscale.tasks.file import load_task
 from twoscale.train.checkpoint import find_checkpoint, list_checkpoints
 from twoscale.train.run import find_data
 
@@ -36,14 +37,18 @@ def measure_run(
         raise UserError(f"--loops and --limit-loops lie between 1 and {MAX_LOOPS}, --sequences is at least 1")
     folders = list_checkpoints(RunFolder(run).checkpoints) if all else []
     folders = folders or [find_checkpoint(run, checkpoint)]
-    data, records = find_data(run, data_dir), []
+    task = load_task(run)
+    if task is not None and data_dir is not None:
+        raise UserError(f"--data-dir {data_dir}: {run} was trained on the task {task.name}, which makes its own samples; leave it away")
+    data, records = task or find_data(run, data_dir), []
     with lock(run, "trace"):
         for i, folder in enumerate(folders, start=1):
             record = measure_checkpoint(run, folder, data, loops, sequences, limit_loops)
             records.append(record)
             if progress is not None:
                 shares = ", ".join(f"{group_label(n, g['name'])} {g['verdict']}" for n, g in enumerate(record["groups"]))
-                tokens = f"{plural(record['tokens'], 'token')} of held-out text of {record['source']}"
+                kind = "text" if task is None else "samples"
+                tokens = f"{plural(record['tokens'], 'token')} of held-out {kind} of {record['source']}"
                 progress(f"{i}/{len(folders)} {folder.name}: {tokens} in {record['seconds']:.1f} s; most tokens: {shares}")
         trace_sequence(run, folders[-1], data, loops)
     return records

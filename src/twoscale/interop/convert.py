@@ -20,11 +20,14 @@ from twoscale.config.files import fingerprint, make_folder, write_json
 from twoscale.config.groups import format_groups
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_steps
+from twoscale.config.task import CarryConfig, HopsConfig
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
 from twoscale.geometry.probe import write_record
 from twoscale.interop.load import BUNDLED, find, load, progress_of, recipe_of
 from twoscale.model import LoopedGPT, allocate
+from twoscale.tasks.file import load_task, save_task
+from twoscale.tasks.staircase import load_staircase
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.run import note_data
 
@@ -67,6 +70,9 @@ def convert(
         )
     elif loops is not None:
         model.config = dataclasses.replace(model.config, mean_loops=loops)
+    task = load_task(folder)
+    if task is not None and (groups or data is not None or data_dir is not None):
+        raise UserError(f"{folder} is a model of the task {task.name}, which makes its own samples: leave data and groups away")
     model.config = _shortened(model.config, block_size)
     prepared = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
     settings = prepared if data_dir is None else prepared_config(data_dir)
@@ -76,12 +82,20 @@ def convert(
     try:
         make_folder(aside)
         tokenizer.save(aside)
-        if data_dir is None:
+        if task is not None:
+            save_task(aside, task)
+            if (stairs := load_staircase(folder)) is not None:
+                stairs.save(aside)
+        elif data_dir is None:
             prepare(settings, RunFolder(aside).data, progress)
         else:
             note_data(aside, data_dir)
         recipe = recipe_of(folder)
         config = RunConfig(name=out.resolve().name, model=model.config, data=settings, train=recipe or presets.small().train)
+        if task is not None:
+            kind = {"hops": HopsConfig, "carry": CarryConfig}[task.name]
+            own = kind(**{f.name: getattr(task, f.name) for f in dataclasses.fields(kind)})
+            config = dataclasses.replace(config, data=DataConfig(), **{"task": task.name, task.name: own})
         ckpt.save_config(aside, config)
         reached = ckpt.Progress(0, 0, 0, 0) if groups else progress_of(folder)
         lines = [] if groups else [r for r in read_steps(RunFolder(folder).geometry) if r["step"] <= reached.step]

@@ -14,15 +14,17 @@ import matplotlib.pyplot as plt
 
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write, make_folder
-from twoscale.config.run_folder import BUNDLED, ReportFolder, check_run
+from twoscale.config.run_folder import IN_THE_PACKAGE, ReportFolder, check_run
 from twoscale.config.words import plural
 from twoscale.report.advice import recommend
 from twoscale.report.claims import Claim
+from twoscale.report.depth_words import headline
 from twoscale.report.figures import STYLE
 from twoscale.report.load import RunFiles, load_run
 from twoscale.report.page import MARKS, claims_of, names_of, page_html, run_html
 from twoscale.report.registry import figures_of
 from twoscale.tradeoff.choice import choose, name_of
+from twoscale.tradeoff.depth_summary import depth_rows, rules_alone
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _quiet(line: str) -> None:
 
 def _folder(run: str | Path, progress: Callable[[str], None] | None) -> Path:
     """The folder of a run; of the bundled model one is made, which takes torch and is done a layer above."""
-    if str(run) == BUNDLED:
+    if str(run) in IN_THE_PACKAGE:
         return importlib.import_module("twoscale.interop.runs").as_run(run, progress)  # type: ignore[no-any-return]
     return check_run(Path(run))
 
@@ -103,6 +105,9 @@ def _run_report(run: RunFiles, name: str, figures: dict[str, Path]) -> RunReport
     choice = choose(run.sweep, run.calibration) if run.sweep is not None else None
     setting = name_of(choice.pick, run.sweep.header["loops"]) if run.sweep is not None and choice is not None else None
     advice = recommend(run.sweep, run.calibration)[0] if run.sweep is not None else ""
+    if run.depth is not None:
+        best = next((row.id for row in rules_alone(depth_rows(run.depth)) if row.verdict == "finds"), None)
+        setting, advice = best, headline(run.depth)
     return RunReport(name, run.folder, figures, {c.letter: c for c in claims_of(run)}, setting, advice)
 
 

@@ -9,6 +9,7 @@ from twoscale.config.run_file import load_config
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_jsonl, read_steps
 from twoscale.config.words import group_label, plural
+from twoscale.tasks.staircase import Staircase, load_staircase
 from twoscale.tradeoff.summary import Sweep, read_calibration_of, read_evaluation, read_sweep
 
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
@@ -41,6 +42,10 @@ class RunFiles:
     """Whether the model was trained elsewhere, on other text than it is measured on."""
     trained_on: str | None = None
     """What a converted model was trained on, where that is known."""
+    staircase: Staircase | None = None
+    """staircase.json: accuracy by true depth and steps, in a run on a task."""
+    depth: Sweep | None = None
+    """sweep.jsonl of a run on a task; `sweep` is then None."""
 
     @property
     def last(self) -> dict[str, Any]:
@@ -73,12 +78,16 @@ class RunFiles:
 
     def _source(self, record: dict[str, Any], explained: bool = True) -> str:
         """The text that a record was measured on."""
+        if self.config.task != "none":
+            return f"the task {self.config.task}"
         name = str(record.get("source") or Path(self.config.data.source).name)
         return f"builtin ({BUILTIN})" if name == "builtin" and explained else name
 
     @property
     def tokens(self) -> str:
         """What a token is."""
+        if self.config.task != "none":
+            return f"task {self.config.task}, vocabulary of {plural(self.config.model.vocab_size, 'token')}"
         return (
             "a token is a byte"
             if self.config.data.tokenizer == "bytes"
@@ -106,7 +115,8 @@ def load_run(folder: Path) -> RunFiles:
     geometry = read_geometry(files.geometry)
     if not geometry:
         raise UserError(f"{folder} has no {files.geometry.name}: run `twoscale trace {folder}` first")
-    sweep = read_sweep(files.sweep, config.model.mean_loops)
+    found = read_sweep(files.sweep, config.model.mean_loops)
+    sweep, depth = (found, None) if found is None or found.task is None else (None, found)
     source = _optional(files.source) or {}
     return RunFiles(
         folder,
@@ -116,11 +126,13 @@ def load_run(folder: Path) -> RunFiles:
         _optional(files.sequence),
         read_evaluation(files.evaluation),
         sweep,
-        read_calibration_of(folder, sweep),
+        read_calibration_of(folder, found),
         _samples(folder, sweep),
         recipe=source.get("recipe", True) is True,
         converted=bool(source),
         trained_on=on if isinstance(on := source.get("trained_on"), str) else None,
+        staircase=load_staircase(folder),
+        depth=depth,
     )
 
 

@@ -16,6 +16,8 @@ from twoscale.config.words import group_list, plural
 from twoscale.report.advice import recommend
 from twoscale.report.claims import Claim, judge
 from twoscale.report.content import GLOSSARY, PAPER, SWEPT_GLOSSARY, draw_script, style_sheet
+from twoscale.report.depth_panels import depth_section
+from twoscale.report.depth_words import headline
 from twoscale.report.exit_claims import judge_exits
 from twoscale.report.interactive import Panel
 from twoscale.report.load import RunFiles
@@ -59,6 +61,7 @@ def _overview(runs: list[RunFiles]) -> str:
     for i, run in enumerate(runs):
         found = " ".join(_mark(c) for c in claims_of(run))
         advice = recommend(run.sweep, run.calibration)[0] if run.sweep is not None else "not swept"
+        advice = advice if run.depth is None else headline(run.depth)
         rows.append(f"<tr><td><a href='#r{i}-top'>{names[i]}</a></td><td>{html.escape(advice)}</td><td>{found}</td></tr>")
     head = "<tr><th>model</th><th>what to use, and what it saves</th><th>the paper's claims</th></tr>"
     return (
@@ -92,7 +95,9 @@ def run_html(run: RunFiles, figures: str, prefix: str = "") -> str:
     """All of one run; `figures` is the folder of its files, `prefix` marks its anchors where there are several runs."""
     claims, entries = claims_of(run), figures_of(run)
     head, words = recommend(run.sweep, run.calibration) if run.sweep is not None else ("", "")
+    head = head if run.depth is None else headline(run.depth)
     body = [_headline(run, claims, head, prefix), "" if prefix else glossary(run.sweep is not None)]
+    body += [depth_section(run.depth, prefix)] if run.depth is not None else []
     body += [_section(entry, run, claims, figures, prefix) for entry in entries]
     if run.samples is not None:
         body.append(samples_section(run.samples, choose(run.sweep, run.calibration) if run.sweep is not None else None))
@@ -154,8 +159,9 @@ def _headline(run: RunFiles, claims: list[Claim], recommendation: str, prefix: s
     paper = "" if prefix else f" The paper: {html.escape(PAPER)}."
     found = "; ".join(f"({c.letter}) <span class='{c.outcome}'>{c.outcome}</span>" for c in claims)
     advice = f"<p class='advice'>{html.escape(recommendation)}</p>" if recommendation else ""
+    swept = run.sweep is not None or run.depth is not None
     return (
-        f"<h1 id='{prefix}top'>{'Loops and exits' if run.sweep is not None else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
+        f"<h1 id='{prefix}top'>{'Loops and exits' if swept else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
         f"<p class='soft'>{html.escape(about_run(run))}{paper}</p>"
         f"{advice}<p>At the last checkpoint {html.escape(verdicts)}. The paper's claims: {found}.</p>"
     )
@@ -189,7 +195,7 @@ def commands(run: RunFiles) -> list[str]:
     folder, found = run.folder.as_posix(), [f"twoscale trace {run.folder.as_posix()}"]
     if (c := run.calibration) is not None:
         goal = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in c["goal"].items())
-        windows = f" --windows {c['windows']}" if "windows" in c else ""
+        windows = f" --{'windows' if run.config.task == 'none' else 'samples'} {c['windows']}" if "windows" in c else ""
         found.append(f"twoscale calibrate {folder} {goal} --rule {c['rule']} --delta {c['delta']:g} --loops {c['loops']}{windows}")
     if (s := run.sweep) is not None:
         rules = [family for family in rules_of(s) if family not in ("learned", "calibrated")]
@@ -199,6 +205,12 @@ def commands(run: RunFiles) -> list[str]:
         learned = "" if s.family("learned") else " --no-controller"
         asked = s.header.get("asked_windows", s.header.get("windows"))
         found.append(f"twoscale sweep {folder}{named} --loops {s.header['loops']} --windows {asked} --rounds {s.rounds}{learned}")
+    if (d := run.depth) is not None:
+        drop, asked = d.header["max_accuracy_drop"], d.header.get("asked_windows")
+        learned = "" if any(c["family"] == "learned" for c in d.choices) else " --no-controller"
+        found.append(
+            f"twoscale sweep {folder} --loops {d.header['loops']} --samples {asked} --max-accuracy-drop {drop:g} --rounds {d.rounds}{learned}"
+        )
     return found
 
 
@@ -212,7 +224,7 @@ def _setup(run: RunFiles) -> str:
         else ""
     )
     words = commands(run)
-    head = run.sweep.header if run.sweep is not None else {}
+    head = next((sweep.header for sweep in (run.sweep, run.depth) if sweep is not None), {})
     machine = f", torch {head['torch']}, {plural(head['threads'], 'thread')}" if {"torch", "threads"} <= head.keys() else ""
     cpu = f" ({head['cpu']})" if head.get("cpu") else ""
     config = html.escape(json.dumps(to_dict(run.config), indent=1))

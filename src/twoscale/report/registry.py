@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from twoscale.report import figures, interactive, tradeoff_figures, tradeoff_panels
+from twoscale.report import depth_figures, depth_panels, figures, interactive, tradeoff_figures, tradeoff_panels
 from twoscale.report.interactive import Panel
 from twoscale.report.load import RunFiles
 
@@ -51,7 +51,33 @@ def _has_steps(run: RunFiles) -> bool:
     return run.sweep is not None and _is_swept(run) and bool(tradeoff_figures.shown_points(run.sweep))
 
 
+def _has_staircase(run: RunFiles) -> bool:
+    return run.staircase is not None
+
+
+def _has_rules(run: RunFiles) -> bool:
+    return run.depth is not None and run.depth.point("full") is not None and bool(depth_figures.shown_rules(run.depth))
+
+
 FIGURES: tuple[FigureEntry, ...] = (
+    FigureEntry(
+        "staircase",
+        "The staircase",
+        "Percent of right answers on held-out samples, by their true depth and by the steps that every token takes. A model that does one "
+        "part of the task in each step is right from the diagonal on.",
+        print=depth_figures.staircase,
+        page=depth_panels.staircase,
+        available=_has_staircase,
+    ),
+    FigureEntry(
+        "steps_by_depth",
+        "Steps against the true depth",
+        "Mean steps of the answers of each true depth, every rule at its certified setting, every token leaving by the rule. A rule that "
+        "finds the depth runs along the dotted line and above it; a fixed depth is flat. Rules without a certified setting are not drawn.",
+        print=depth_figures.steps_by_depth,
+        page=depth_panels.steps_by_depth,
+        available=_has_rules,
+    ),
     FigureEntry(
         "step_norms",
         "Step norms",

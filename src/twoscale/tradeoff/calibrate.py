@@ -8,13 +8,16 @@ Certify. On documents that fitting has not seen, the settings of the path are te
 rise of the loss, until one fails (learn-then-test by a fixed sequence): the chance that the last one to pass costs more than
 was asked is delta at most, however long the path.
 
+On a task the loss is the share of wrong answers. With one group (and for the single threshold) the path then lies around the place at which
+the fit part begins to lose accuracy, by real exits: the same settings in the same order as in a sweep.
+
 Report. On documents that neither has seen, the result is compared with a single threshold for all groups and with a fixed depth, both
 found and certified in the same way, and with the default depth: differences of steps and of CE, paired, with intervals over documents.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,11 +29,13 @@ from twoscale.config.words import group_label, plural
 from twoscale.exits.choose import main_setting
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import step_flops
+from twoscale.tradeoff.depth import accuracy_drop, depth_record, drop_bound
 from twoscale.tradeoff.evaluate import Evaluation, describe, evaluate
 from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.latency import REFERENCE, LatencyTimer
-from twoscale.tradeoff.signals import exit_steps, record_signals, thresholds
+from twoscale.tradeoff.signals import at_threshold, exit_steps, record_signals, thresholds
 from twoscale.tradeoff.stats import interval, upper_bound
+from twoscale.tradeoff.task_points import boundary, curve, fixed_settings, path_around, rule_settings
 
 STEPS = (2, 3, 4, 5, 6, 8, 11, 16, 24, 40)  # mean steps that thresholds are tried for
 LONGEST = 10  # settings on a path
@@ -51,7 +56,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked for: exactly one of the three."""
+    """What is asked for: exactly one of the four."""
 
     max_dce: float | None = None
     """The loss may rise by so many nats a token at most."""
@@ -59,11 +64,18 @@ class Goal:
     """So many steps a group on average."""
     ms: float | None = None
     """So many milliseconds a token."""
+    max_accuracy_drop: float | None = None
+    """On a task: the share of right answers may drop by so much at most."""
 
     def __post_init__(self) -> None:
-        asked = [value for value in (self.max_dce, self.mean_steps, self.ms) if value is not None]
+        asked = [value for value in vars(self).values() if value is not None]
         if len(asked) != 1 or not 0 < asked[0] < 1e6:
-            raise UserError("ask for one thing, above zero: --max-dce, --mean-steps or --ms")
+            raise UserError("ask for one thing, above zero: --max-dce (on a task --max-accuracy-drop), --mean-steps or --ms")
+
+    @property
+    def limit(self) -> float | None:
+        """The limit on the rise of the loss, or on the drop of accuracy; None where speed is asked for."""
+        return self.max_dce if self.max_accuracy_drop is None else self.max_accuracy_drop
 
 
 @dataclass(frozen=True)
@@ -115,11 +127,11 @@ def best_path(costs: Sequence[Sequence[tuple[float, float]]], weights: Sequence[
     return path
 
 
-def certified_words(passed: int, settings: int, limit: float) -> str:
+def certified_words(passed: int, settings: int, limit: float, task: bool = False) -> str:
     """How far a fixed sequence of settings was tested: it stops at the first one that fails."""
     left = settings - passed - 1
     untested = f"{left} {'was' if left == 1 else 'were'} not tested"
-    among, kept = plural(settings, "setting"), f"the rise below {limit:g} nats"
+    among, kept = plural(settings, "setting"), f"the drop of accuracy below {limit:g}" if task else f"the rise below {limit:g} nats"
     if passed == 0:
         return f"the first of {among} does not keep {kept}" + (f", {untested}" if left > 0 else "")
     rest = f"; the next one does not, and {untested}" if left > 0 else "; the last one does not" if left == 0 else ""
@@ -130,7 +142,8 @@ class Calibrator:
     """One rule, one model, three parts of text."""
 
     def __init__(self, model: LoopedGPT, rule: exits.Rule, texts: Texts, loops: int, delta: float, say: Say = lambda text: None) -> None:
-        if main_setting(type(rule)) != "tau":
+        self.task = texts.fit.depth is not None
+        if main_setting(type(rule)) not in (("tau", "q", "hits") if self.task else ("tau",)) or isinstance(rule, exits.RandomExit):
             raise UserError(f"{type(rule).__name__} has no threshold to calibrate")
         if rule.token_by_token:
             raise UserError("a rule that reads through the coda cannot be calibrated: read by the lens")
@@ -138,18 +151,16 @@ class Calibrator:
             raise UserError(f"delta = {delta}: the chance of being wrong lies between 0 and 0.5")
         self.model, self.rule, self.texts, self.loops, self.delta, self.say = model, rule, texts, loops, delta, say
         self.groups = range(model.config.n_groups)
-        self.seen = record_signals(model, texts.fit, rule, loops)  # (K, n, 1) for each group: what the rule would have looked at
+        asked = texts.fit.asked.flatten()
+        self.seen = [x[:, asked] for x in record_signals(model, texts.fit, rule, loops)]  # (K, n, 1) for each group: what the rule sees
         self.full = {name: evaluate(model, text, None, loops) for name, text in vars(texts).items()}
 
     def run(self, goal: Goal) -> dict[str, Any]:
         """Everything that calibration.json holds of the result."""
         started = time.perf_counter()
-        grids = self._grids()
-        path = self._path(grids)
-        everywhere = self._everywhere(grids)
-        fixed: list[Setting] = [dict.fromkeys(self.groups, exits.Fixed(k)) for k in DEPTHS if k < self.loops]
-        if goal.max_dce is not None:
-            limit = goal.max_dce
+        path, everywhere = self._paths(goal)
+        fixed = self._everywhere_of(fixed_settings(self.loops) if self.task else [exits.Fixed(k) for k in DEPTHS if k < self.loops])
+        if (limit := goal.limit) is not None:
             paths = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
             own, *others = (self._certify(p, limit, words) for p, words in paths)
         else:
@@ -165,7 +176,7 @@ class Calibrator:
             "delta": self.delta,
             "bound": chosen.bound if chosen is not None else 0.0,
             "tested": [{"rules": [self._word(c, g) for g in self.groups], "bound": c.bound, "passed": c.passed} for c in own],
-            "tokens": {name: text.targets.numel() for name, text in vars(self.texts).items()},
+            "tokens": {name: text.n_asked for name, text in vars(self.texts).items()},
             "clusters": {name: text.n_clusters for name, text in vars(self.texts).items()},
             "by": self.texts.certify.by,
         }
@@ -179,9 +190,34 @@ class Calibrator:
         return None if rule is None else exits.spell(rule)
 
     def _at(self, tau: float) -> exits.Rule:
-        return replace(self.rule, tau=tau)  # type: ignore[call-arg]
+        return at_threshold(self.rule, tau)
+
+    def _costs(self, part: str, found: Evaluation) -> np.ndarray:
+        """Of every token that is asked: the rise of its loss, or on a task the drop of accuracy."""
+        text, full = getattr(self.texts, part), self.full[part]
+        return accuracy_drop(text, found, full) if self.task else (found.losses - full.losses)[text.asked].numpy()
 
     # -- fit -----------------------------------------------------------------------------------------------------
+
+    def _paths(self, goal: Goal) -> tuple[list[Setting], list[Setting]]:
+        """The settings to test: a threshold for each group, and one for all; most steps first."""
+        if not self.task:
+            grids = self._grids()
+            return self._path(grids), self._everywhere(grids)
+        settings, limit = rule_settings(self.model, self.texts.fit, self.rule, self.loops), goal.limit
+        if limit is None:
+            everywhere = self._everywhere_of(curve(settings))
+        else:
+            place = boundary(settings, lambda rule: float(self._costs("fit", self._evaluate("fit", rule)).mean()) <= limit)
+            everywhere = self._everywhere_of(path_around(settings, place))
+        several = len(self.groups) > 1 and main_setting(type(self.rule)) != "hits"
+        return self._path(self._grids()) if several else everywhere, everywhere
+
+    def _evaluate(self, part: str, exit: exits.Exit) -> Evaluation:
+        return evaluate(self.model, getattr(self.texts, part), exit, self.loops)
+
+    def _everywhere_of(self, rules: Sequence[exits.Rule]) -> list[Setting]:
+        return [dict.fromkeys(self.groups, rule) for rule in rules]
 
     def _grids(self) -> list[list[float]]:
         """For each group the thresholds worth trying, most steps first."""
@@ -198,7 +234,8 @@ class Calibrator:
             options = [(float(self.loops), 0.0)]
             for tau in grid:
                 found = evaluate(self.model, self.texts.fit, {g: self._at(tau)}, self.loops)
-                options.append((float(found.steps[..., g].double().mean()), float((found.losses - self.full["fit"].losses).mean())))
+                steps = found.steps[self.texts.fit.asked][..., g].double().mean()
+                options.append((float(steps), float(self._costs("fit", found).mean())))
             order = sorted(range(len(options)), key=lambda j: -options[j][0])
             costs.append([options[j] for j in order])
             grids[g] = [grid[j - 1] for j in order if j]
@@ -221,14 +258,15 @@ class Calibrator:
     # -- certify -------------------------------------------------------------------------------------------------
 
     def _bound(self, setting: Setting) -> float:
-        found = evaluate(self.model, self.texts.certify, dict(setting), self.loops)
-        rise = (found.losses - self.full["certify"].losses).numpy()
-        return upper_bound(rise, self.texts.certify.clusters.numpy(), self.delta)
+        found, text = self._evaluate("certify", dict(setting)), self.texts.certify
+        if self.task:
+            return drop_bound(text, found, self.full["certify"], self.delta)
+        return upper_bound(self._costs("certify", found), text.clusters[text.asked].numpy(), self.delta)
 
     def _certify(self, path: list[Setting], limit: float, words: str) -> list[Certified]:
         tested = fixed_sequence(path, self._bound, limit)
         passed = sum(c.passed for c in tested)
-        self.say(f"certify, {words}: {certified_words(passed, len(path), limit)}")
+        self.say(f"certify, {words}: {certified_words(passed, len(path), limit, self.task)}")
         return tested
 
     def _meets(self, path: list[Setting], goal: Goal, must: bool) -> list[Certified]:
@@ -241,7 +279,7 @@ class Calibrator:
             limit, unit = goal.ms, "ms a token"
         else:
             assert goal.mean_steps is not None
-            costs = [float(evaluate(self.model, self.texts.fit, dict(s), self.loops).steps.double().mean()) for s in path]
+            costs = [float(self._evaluate("fit", dict(s)).steps[self.texts.fit.asked].double().mean()) for s in path]
             limit, unit = goal.mean_steps, "steps"
         for setting, cost in zip(path, costs, strict=True):
             if cost <= limit:
@@ -266,7 +304,10 @@ class Calibrator:
         records: dict[str, Any] = {}
         for name, setting in settings.items():
             record = describe(self.model.config, text, found[name], full, None if setting is None else dict(setting))
-            keys = ("ce", "dce", "dce_low", "dce_high", "agree", "mean_steps", "flops")
+            keys: tuple[str, ...] = ("ce", "dce", "dce_low", "dce_high", "agree", "mean_steps", "flops")
+            if self.task:
+                record |= depth_record(text, found[name], full)
+                keys += ("accuracy", "accuracy_low", "accuracy_high", "drop", "drop_low", "drop_high", "spearman", "all_steps")
             records[name] = {key: record[key] for key in keys} | {"steps": [g["mean"] for g in record["steps"]]}
             if name != "calibrated":
                 records[name]["rule"] = None if setting is None else self._word(Certified(setting, 0.0, True), 0)
@@ -274,14 +315,17 @@ class Calibrator:
         return {"report": records | {"differences": {name: self._difference(mine, other) for name, other in found.items()}}}
 
     def _difference(self, mine: Evaluation, other: Evaluation) -> dict[str, float]:
-        """Steps (mean over groups) and CE of one setting minus another's, token by token, with 95 % intervals over documents."""
-        clusters = self.texts.report.clusters.numpy()
+        """Steps (mean over groups) and CE, on a task the accuracy, of one setting minus another's, token by token, with 95 % intervals over
+        documents."""
+        text, asked = self.texts.report, self.texts.report.asked
+        clusters = text.clusters[asked].numpy()
         differences: dict[str, float] = {}
-        for key, a, b in (
-            ("steps", mine.steps.double().mean(dim=-1), other.steps.double().mean(dim=-1)),
-            ("ce", mine.losses, other.losses),
-        ):
-            difference = (a - b).numpy()
+        pairs = [("steps", mine.steps.double().mean(dim=-1), other.steps.double().mean(dim=-1)), ("ce", mine.losses, other.losses)]
+        if self.task:
+            right = [(e.choices == text.targets).double() for e in (mine, other)]
+            pairs.append(("accuracy", right[0], right[1]))
+        for key, a, b in pairs:
+            difference = (a - b)[asked].numpy()
             low, high = interval(difference, clusters)
             differences |= {key: float(difference.mean()), f"{key}_low": low, f"{key}_high": high}
         return differences

@@ -31,12 +31,13 @@ from twoscale.tradeoff.samples import write_samples
 from twoscale.tradeoff.stats import interval
 from twoscale.tradeoff.summary import Sweep, read_calibration_of
 from twoscale.tradeoff.sweep import Sweeper
-from twoscale.tradeoff.task_commands import check_flags, default_loops, sweep_task
+from twoscale.tradeoff.task_commands import MAX_ACCURACY_DROP, check_drop, check_flags, check_samples, default_loops, fit_samples, sweep_task
 from twoscale.tradeoff.task_points import TASK_RULES
 from twoscale.train.checkpoint import find_checkpoint
 
 MAX_DCE = 0.005  # nats: what a calibration may cost if nothing is asked for
 WINDOWS = 20  # held-out windows of a sweep
+CERTIFY_WINDOWS = 48  # held-out windows that a calibration certifies on
 Progress = Callable[[str], None]
 
 
@@ -65,7 +66,7 @@ def sweep(
 
     On a model of a task (`hops`, `carry`) all rules are swept, over thresholds that held-out samples suggest: accuracy of the answers and
     their steps by true depth, and for each rule the setting with the fewest steps whose accuracy is certified to drop by no more than
-    `max_accuracy_drop` (0.005). `samples` held-out samples are certified on and as many reported on; half as many are fitted on.
+    `max_accuracy_drop` (0.005). `samples` held-out samples are certified on and as many reported on; a quarter as many are fitted on.
     """
     from twoscale.train.parallel import open_world  # with it comes torch.distributed, which the others do not need
 
@@ -76,7 +77,8 @@ def sweep(
         raise UserError("--taus are numbers of at least 0")
     with open_world() as world, contextlib.ExitStack() as held:
         opened = load_run(run, checkpoint, data_dir, world.device)
-        check_flags(opened, {"--taus": tuple(taus) != TAUS, "--windows": windows != WINDOWS}, {"--samples": samples, "--max-accuracy-drop": max_accuracy_drop})
+        of_tasks = {"--samples": samples, "--max-accuracy-drop": max_accuracy_drop}
+        check_flags(opened, {"--taus": tuple(taus) != TAUS, "--windows": windows != WINDOWS}, of_tasks)
         if opened.task is None:
             for name in rules:
                 settings(name, tuple(taus))
@@ -137,10 +139,12 @@ def calibrate(
     max_dce: float | None = None,
     mean_steps: float | None = None,
     ms: float | None = None,
+    max_accuracy_drop: float | None = None,
     rule: str = "acceleration",
     delta: float = 0.05,
-    loops: int = 30,
-    windows: int = 48,
+    loops: int | None = None,
+    windows: int = CERTIFY_WINDOWS,
+    samples: int | None = None,
     checkpoint: str | None = None,
     data_dir: Path | None = None,
     progress: Progress | None = None,
@@ -151,22 +155,38 @@ def calibrate(
     many `ms` a token, one sequence, on this machine. `rule` is a rule's name, or NAME:VALUE,setting=value, of which the threshold is
     replaced; `learned` trains a controller first. `delta` is the chance that the bound does not hold. `windows` held-out windows are
     certified on and as many reported on; a third as many are fitted on.
+
+    On a model of a task `max_accuracy_drop` (0.005 by default) takes the place of `max_dce`, and `samples` (128) that of `windows`; a quarter
+    as many are fitted on.
     """
-    say, asked = progress or _quiet, (max_dce, mean_steps, ms)
-    goal = Goal(*asked) if any(value is not None for value in asked) else Goal(max_dce=MAX_DCE)
-    if windows < 2 or loops < 2:
+    say, asked = progress or _quiet, (max_dce, mean_steps, ms, max_accuracy_drop)
+    goal = Goal(*asked) if any(value is not None for value in asked) else None
+    if windows < 2 or (loops is not None and loops < 2):
         raise UserError("--windows and --loops are at least 2")
     kind = exits.NAMES.get(rule.split(":")[0])
     if kind is not exits.Learned:
         needs_value = kind is not None and ":" not in rule and "tau" in kind.__dataclass_fields__
         parsed = exits.parse(f"{rule}:0.01" if needs_value else rule)
     opened = load_run(run, checkpoint, data_dir)
-    texts = Texts(opened.text("fit", max(1, windows // 3)), opened.text("certify", windows), opened.text("report", windows))
+    check_flags(
+        opened,
+        {"--max-dce": max_dce is not None, "--windows": windows != CERTIFY_WINDOWS},
+        {"--samples": samples, "--max-accuracy-drop": max_accuracy_drop},
+    )
+    loops = loops or default_loops(opened)
+    if opened.task is not None:
+        windows = check_samples(samples)
+        goal = goal or Goal(max_accuracy_drop=MAX_ACCURACY_DROP)
+        check_drop(goal.max_accuracy_drop)
+    goal = goal or Goal(max_dce=MAX_DCE)
+    fitted = max(1, windows // 3) if opened.task is None else fit_samples(windows)
+    texts = Texts(opened.text("fit", fitted), opened.text("certify", windows), opened.text("report", windows))
     with lock(run, "calibrate"):
         if kind is exits.Learned:
             say("the controller is read or trained")
             parsed = read_or_train_controller(run, opened, loops)
         known = opened.about | {"windows": windows, "source": opened.source}
+        known |= {"task": opened.task.name} if opened.task is not None else {}
         record = known | Calibrator(opened.model, parsed, texts, loops, delta, say).run(goal)
         write_json(RunFolder(run).calibration, record)
     return Calibration(record, calibrated_exit(run, opened.about) or {})

@@ -167,4 +167,6 @@ def best_words(sweep: Sweep) -> str:
     if not rules:
         return "no rule was certified"
     best = rules[0]
-    return f"best rule {best.id}: {best.steps:.2f} steps beside {best.fixed:g} of the best fixed depth, {plural(len(rules), 'rule')} certified"
+    return (
+        f"best rule {best.id}: {best.steps:.2f} steps beside {best.fixed:g} of the best fixed depth, {plural(len(rules), 'rule')} certified"
+    )

@@ -128,7 +128,9 @@ def check_task_lines(lines: Sequence[dict[str, Any]], path: Path) -> None:
         bad = [key for key, kind in (wanted or {"kind": str}).items() if not _is(line.get(key), kind)]
         bad += [] if wanted is None or _depths(line.get("by_depth", [])) else ["by_depth"]
         if wanted is None or bad:
-            raise UserError(f"{path}, line {number} is no line of a task's sweep ({(bad or ['kind'])[0]}): move the file away and sweep again")
+            raise UserError(
+                f"{path}, line {number} is no line of a task's sweep ({(bad or ['kind'])[0]}): move the file away and sweep again"
+            )
     points = {line["id"] for line in lines if line["kind"] == "point"}
     for choice in (line for line in lines if line["kind"] == "choice"):
         suffix = "@answers" if choice["scope"] == "answers" else ""

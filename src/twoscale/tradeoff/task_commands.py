@@ -8,11 +8,11 @@ from twoscale import exits
 from twoscale.config import UserError
 from twoscale.tradeoff.load_run import LoadedRun
 from twoscale.tradeoff.summary import TASK_VERSION, Sweep
-from twoscale.tradeoff.task_points import fixed_path, rule_path, usable_rules
+from twoscale.tradeoff.task_points import fixed_settings, rule_settings, usable_rules
 from twoscale.tradeoff.task_sweep import TaskSweeper
 from twoscale.train.parallel import World
 
-SAMPLES = 256  # of a task, to certify on and to report on
+SAMPLES = 128  # of a task, to certify on and to report on
 MAX_ACCURACY_DROP = 0.005  # half a point
 DELTA = 0.05
 TEXT_LOOPS = 30  # the most steps in text, if nothing is asked
@@ -49,6 +49,11 @@ def check_samples(samples: int | None) -> int:
     return SAMPLES if samples is None else samples
 
 
+def fit_samples(count: int) -> int:
+    """How many samples are fitted on: they only tell where to look."""
+    return max(2, count // 4)
+
+
 def sweep_task(
     opened: LoadedRun,
     about: tuple[Path, dict[str, Any], World, int],
@@ -67,10 +72,12 @@ def sweep_task(
     families: dict[str, exits.Rule] = usable_rules(opened.model.config, rules)
     if learned is not None:
         families["learned"] = learned
-    fit = opened.text("fit", max(2, count // 2))
+    fit = opened.text("fit", fit_samples(count))
     say(f"thresholds of {len(families)} rules are looked for on {len(fit.ids)} samples")
-    paths = {"fixed": fixed_path(loops)} | {word: rule_path(opened.model, fit, rule, loops) for word, rule in families.items()}
+    settings = {"fixed": fixed_settings(loops)} | {word: rule_settings(opened.model, fit, rule, loops) for word, rule in families.items()}
     path, named, world, rounds = about
-    named = named | {"task": task.name, "task_version": TASK_VERSION, "settings": vars(task), "fit": fit.fingerprint}
-    sweeper = TaskSweeper(opened.model, opened.text("report", count), loops, path, named, world, rounds, count, source=task.name, quiet=quiet)
-    return sweeper.certify_on(opened.text("certify", count), drop, DELTA).run_task(paths, say)
+    named = named | {"task": task.name, "task_version": TASK_VERSION, "settings": vars(task)}
+    sweeper = TaskSweeper(
+        opened.model, opened.text("report", count), loops, path, named, world, rounds, count, source=task.name, quiet=quiet
+    )
+    return sweeper.certify_on(fit, opened.text("certify", count), drop, DELTA).run_task(settings, say)

@@ -10,7 +10,7 @@ from typing import Any
 
 from twoscale import exits
 from twoscale.tradeoff.calibrate import fixed_sequence
-from twoscale.tradeoff.depth import answer_clusters, answer_steps, drop_bound
+from twoscale.tradeoff.depth import accuracy_drop, answer_clusters, answer_steps, drop_bound
 from twoscale.tradeoff.depth_summary import PAIRS, depth_rows, is_geometry
 from twoscale.tradeoff.evaluate import Evaluation, evaluate
 from twoscale.tradeoff.heldout import HeldOut
@@ -19,7 +19,7 @@ from twoscale.tradeoff.points import Point, Seen, Table, as_random
 from twoscale.tradeoff.stats import interval
 from twoscale.tradeoff.summary import Sweep
 from twoscale.tradeoff.sweep import Sweeper
-from twoscale.tradeoff.task_points import Path, answers_only, task_points
+from twoscale.tradeoff.task_points import Settings, answers_only, boundary, path_around, setting_point, task_points
 from twoscale.train.metrics import ProgressLine
 
 Key = tuple[str, str]  # family and scope (`all`: every token leaves by the rule, `answers`: the answers alone)
@@ -28,55 +28,67 @@ Key = tuple[str, str]  # family and scope (`all`: every token leaves by the rule
 class TaskSweeper(Sweeper):
     """One sweep of one model on one task."""
 
-    def certify_on(self, certify: HeldOut, limit: float, delta: float) -> "TaskSweeper":
-        """Settings are certified on these samples to lose no more than `limit` of the accuracy."""
-        self.certify, self.limit, self.delta = certify, limit, delta
-        self.header |= {"max_accuracy_drop": limit, "delta": delta, "certify": certify.fingerprint}
+    def certify_on(self, fit: HeldOut, certify: HeldOut, limit: float, delta: float) -> "TaskSweeper":
+        """Settings are looked for on `fit` and certified on `certify` to lose no more than `limit` of the accuracy."""
+        self.fit, self.certify, self.limit, self.delta = fit, certify, limit, delta
+        self.header |= {"max_accuracy_drop": limit, "delta": delta, "fit": fit.fingerprint, "certify": certify.fingerprint}
         return self
 
-    def run_task(self, paths: Mapping[str, Path], say: Callable[[str], None] = lambda text: None) -> Sweep:
-        """Measure what the file does not have yet; returns all of it. `paths` has the settings of every rule, most steps first."""
+    def run_task(self, families: Mapping[str, Settings], say: Callable[[str], None] = lambda text: None) -> Sweep:
+        """Measure what the file does not have yet; returns all of it. `families` has the settings of every rule, most steps first."""
         lines = self._start(say)
         self.choices = {(c["family"], c["scope"]): c for c in lines if c.get("kind") == "choice"}
         self.full = self._depth(self.loops)
         seen = Seen(self.records, _no_table)
-        points = task_points(self.text, self.loops, paths)
-        keys = [(family, scope) for family in paths for scope in ("all", "answers") if (family, scope) != ("fixed", "answers")]
+        points = task_points(self.text, self.loops, families)
+        keys = [(family, scope) for family in families for scope in ("all", "answers") if (family, scope) != ("fixed", "answers")]
         line = None if self.quiet or not self.world.main else ProgressLine(0, len(points) + 3 * len(keys), "sweep")
         done = self._points(points, seen, line, 0)
-        done = self._choose(keys, paths, line, done)
-        self._points(self._chosen_points(paths), seen, line, done)
+        done = self._choose(keys, families, line, done)
+        chosen = self._chosen_points(families)
+        done = self._points([p for p in chosen if p.family != "random"], seen, line, done)
+        self._points(chosen, seen, line, done)
         if line is not None:
             line.close()
         if self.world.main:
-            self._compare(paths, {c["id"] for c in lines if c.get("kind") == "comparison"})
+            self._compare(families, {c["id"] for c in lines if c.get("kind") == "comparison"})
             timed = {r["round"] for r in lines if r.get("kind") == "round"}
             if len(timed) < self.rounds:
                 say("times are taken")
-                self._time_choices(paths, timed)
+                self._time_choices(families, timed)
         self.world.barrier()
         return self._read()
 
+    @property
+    def _parts(self) -> dict[str, HeldOut]:
+        return {"fit": self.fit, "certify": self.certify}
+
     # -- choices -------------------------------------------------------------------------------------------------
 
-    def _choose(self, keys: list[Key], paths: Mapping[str, Path], line: ProgressLine | None, done: int) -> int:
-        """For every rule the last setting of its path that passes, tested from most steps to fewest until one fails."""
+    def _choose(self, keys: list[Key], families: Mapping[str, Settings], line: ProgressLine | None, done: int) -> int:
+        """For every rule the setting with the fewest steps that is certified: the fit part tells where to look, and settings near that place
+        are tested on the certify part from most steps to fewest until one fails."""
         missing = [key for key in keys if key not in self.choices]
-        full = evaluate(self.model, self.certify, None, self.loops) if missing else None
+        full = {name: evaluate(self.model, text, None, self.loops) for name, text in self._parts.items()} if missing else {}
+
+        def found(part: str, scope: str, rule: exits.Rule) -> tuple[HeldOut, Evaluation, Evaluation]:
+            text = self._parts[part]
+            exit = rule if scope == "all" else exits.AnswersOnly.of(rule, text.asked)
+            return text, evaluate(self.model, text, exit, self.loops), full[part]
 
         def choose(key: Key) -> dict[str, Any]:
-            assert full is not None
             family, scope = key
-
-            def bound(setting: Mapping[int, exits.Rule]) -> float:
-                rule = setting[0] if scope == "all" else exits.AnswersOnly.of(setting[0], self.certify.asked)
-                return drop_bound(self.certify, evaluate(self.model, self.certify, rule, self.loops), full, self.delta)
-
-            tested = fixed_sequence([{0: rule} for rule in paths[family]], bound, self.limit)
+            settings = families[family]
+            fixed = isinstance(settings[0], exits.Fixed)  # few: all are tested
+            place = 0 if fixed else boundary(settings, lambda rule: float(accuracy_drop(*found("fit", scope, rule)).mean()) <= self.limit)
+            path = path_around(settings, place)
+            tested = fixed_sequence(
+                [{0: rule} for rule in path], lambda s: drop_bound(*found("certify", scope, s[0]), self.delta), self.limit
+            )
             best = next((c for c in reversed(tested) if c.passed), None)
             return {
                 "kind": "choice", "family": family, "scope": scope, "id": None if best is None else exits.spell(best.setting[0]),
-                "bound": None if best is None else best.bound, "tested": len(tested), "settings": len(paths[family]),
+                "bound": None if best is None else best.bound, "tested": len(tested), "settings": len(path),
             }  # fmt: skip
 
         for key, choice in self._spread(missing, choose):
@@ -88,36 +100,37 @@ class TaskSweeper(Sweeper):
                 line.update(done, f"certify {key[0]}")
         return done
 
-    def _chosen(self, family: str, scope: str, paths: Mapping[str, Path]) -> exits.Rule | None:
+    def _chosen(self, family: str, scope: str, families: Mapping[str, Settings]) -> exits.Rule | None:
         """The rule of a choice; None: all loops."""
         id = self.choices[family, scope]["id"]
-        return next((rule for rule in paths[family] if exits.spell(rule) == id), None)
+        return next((rule for rule in families[family] if exits.spell(rule) == id), None)
 
-    def _chosen_points(self, paths: Mapping[str, Path]) -> list[Point]:
-        """Choices for the answers alone, and random exits with the mean steps of each choice."""
+    def _chosen_points(self, families: Mapping[str, Settings]) -> list[Point]:
+        """The choices, and random exits with the mean steps of each."""
         points = []
         for family, scope in self.choices:
-            rule = self._chosen(family, scope, paths) if family in paths else None
+            rule = self._chosen(family, scope, families) if family in families else None
             if rule is None or family == "fixed":
                 continue
             if scope == "answers":
                 points.append(answers_only(family, rule, self.text))
             else:
                 word = exits.spell(rule)
+                points.append(setting_point(family, rule))
                 points.append(Point(f"random~{word}", "random", None, as_random(word, self.loops)))
         return points
 
-    def _compare(self, paths: Mapping[str, Path], known: set[str]) -> None:
+    def _compare(self, families: Mapping[str, Settings], known: set[str]) -> None:
         """Steps of one choice minus another's, answer by answer, with an interval over samples."""
 
         @cache
         def steps(family: str) -> Any:
-            rule = self._chosen(family, "all", paths)
+            rule = self._chosen(family, "all", families)
             return answer_steps(self.text, self.full if rule is None else evaluate(self.model, self.text, rule, self.loops))
 
         clusters = answer_clusters(self.text)
         for a, b in PAIRS:
-            if a in paths and b in paths and f"{a} - {b}" not in known:
+            if a in families and b in families and f"{a} - {b}" not in known:
                 difference = steps(a) - steps(b)
                 low, high = interval(difference, clusters)
                 self._write(
@@ -126,12 +139,12 @@ class TaskSweeper(Sweeper):
 
     # -- times ---------------------------------------------------------------------------------------------------
 
-    def _time_choices(self, paths: Mapping[str, Path], timed: set[int]) -> None:
+    def _time_choices(self, families: Mapping[str, Settings], timed: set[int]) -> None:
         """Cached decoding of everything behind the first question: the best fixed depth, the best rule and the best geometry rule."""
-        rows = [row for row in depth_rows(self._read()) if row.scope == "all" and row.id is not None and row.family in paths]
+        rows = [row for row in depth_rows(self._read()) if row.scope == "all" and row.id is not None and row.family in families]
         rules = [row for row in rows if row.family != "fixed"]
         best = [*rules[:1], *[row for row in rules if is_geometry(row.family)][:1], *[row for row in rows if row.family == "fixed"]]
-        wanted = {str(row.id): self._chosen(row.family, "all", paths) for row in best}
+        wanted = {str(row.id): self._chosen(row.family, "all", families) for row in best}
         first = self.text.first_asked
         timer = LatencyTimer(
             self.model, {REFERENCE: None, **wanted}, self.loops, self.text, prompt=first, tokens=self.text.ids.shape[1] - first
@@ -145,4 +158,3 @@ class TaskSweeper(Sweeper):
 
 def _no_table() -> Table:
     raise AssertionError("a task needs no table of losses")
-
