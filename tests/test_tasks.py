@@ -246,7 +246,7 @@ def test_task_and_text_do_not_mix(task_run: Path, trained: Path, tmp_path: Path,
     assert code == 2 and "is not of the task hops" in err
     code, _, err = cli("reproduce", "--preset", "hops", "--out", tmp_path / "b")
     assert code == 2 and "works on text" in err
-    code, _, err = cli("trace", task_run)
+    code, _, err = cli("eval", task_run)
     assert code == 2 and "trained on the task hops" in err
 
 
