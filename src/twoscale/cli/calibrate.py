@@ -13,7 +13,6 @@ import tyro
 
 from twoscale.cli.parse import options, parse, say
 from twoscale.config.words import group_label, plural
-from twoscale.report.depth_words import task_calibration_sentences
 from twoscale.report.words import calibration_sentences
 
 
@@ -40,7 +39,7 @@ class CalibrateArgs:
     windows: int = 48
     """Held-out windows to certify on and to report on; a third as many are fitted on."""
     samples: int | None = None
-    """On a task, instead of --windows: held-out samples to certify on and to report on (128 by default); a quarter as many are fitted on."""
+    """On a task, instead of --windows: held-out samples to certify on and to report on (128); a quarter as many are fitted on."""
     checkpoint: str | None = None
     """Which checkpoint (for example step-000120); the newest by default."""
     data_dir: Path | None = None
@@ -65,5 +64,7 @@ def describe(result: dict[str, Any]) -> str:
     for g, (rule, layers) in enumerate(zip(result["rules"], names, strict=True)):
         lines.append(f"  {group_label(g, layers)}: {rule or 'all loops'}, {mine['steps'][g]:.2f} steps on average")
     if result.get("task") is not None:
+        from twoscale.report.depth_words import task_calibration_sentences
+
         return "\n".join([*lines, *task_calibration_sentences(result)])
     return "\n".join([*lines, *calibration_sentences(result, result.get("mean_loops"))])

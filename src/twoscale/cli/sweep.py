@@ -13,7 +13,6 @@ import tyro
 
 from twoscale.cli.parse import is_main_process, options, parse, say
 from twoscale.config.words import all_loops
-from twoscale.report.depth_words import task_table
 from twoscale.report.words import default_depth, signed, sweep_text
 
 if TYPE_CHECKING:
@@ -54,6 +53,7 @@ def run(args: list[str]) -> int:
     parsed = parse(SweepArgs, args, "twoscale sweep")
 
     from twoscale.api import sweep
+    from twoscale.report.depth_words import task_table
 
     found = sweep(parsed.run, **options(parsed), progress=say)
     if is_main_process():

@@ -15,8 +15,8 @@ R = TypeVar("R")
 
 
 def as_run(path: str | Path, progress: Callable[[str], None] | None = None) -> Path:
-    """The folder itself; for `bundled` runs/bundled and for `hops` runs/bundled-hops, made once. A model that is no run is refused with a word
-    on how to make one of it."""
+    """The folder itself; for `bundled` runs/bundled and for `hops` runs/bundled-hops, made once. A model that is no run is refused with a
+    word on how to make one of it."""
     folder, name = Path(path).expanduser(), str(path)
     if name not in IN_THE_PACKAGE or folder.is_dir():
         return check_run(folder)

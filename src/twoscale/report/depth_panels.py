@@ -51,7 +51,8 @@ def steps_by_depth(run: RunFiles) -> list[Panel]:
             figure.add_scatter(
                 x=x, y=y, name=row.label.replace(f"{title}, ", ""), mode="lines+markers", text=[str(row.id)] * len(x),
                 line={"color": GROUP_COLOURS[i % len(GROUP_COLOURS)], "width": 2},
-                marker={"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 7}, hovertemplate="%{text}<br>depth %{x}: %{y:.2f} steps<extra></extra>",
+                marker={"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 7},
+                hovertemplate="%{text}<br>depth %{x}: %{y:.2f} steps<extra></extra>",
             )  # fmt: skip
         layout(figure, "true depth", "mean steps of the answers")
         figure.update_layout(height=440, legend={"y": -0.16})

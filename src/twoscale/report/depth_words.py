@@ -64,29 +64,34 @@ def limit_words(sweep: Sweep) -> str:
     """The certificate."""
     head = sweep.header
     confidence = f"confidence {100 * (1 - head['delta']):.4g} %"
-    return f"certified on samples of their own to lie at most {points(head['max_accuracy_drop'])} below the full run's ({confidence})"
+    drop = points(head["max_accuracy_drop"])
+    return f"certified, on samples that nothing else uses, to lie at most {drop} below the full run's ({confidence})"
 
 
 def headline(sweep: Sweep) -> str:
     """One sentence on what was found."""
-    rows, fixed = depth_rows(sweep), best_fixed(sweep)
-    found = [row for row in rules_alone(rows) if row.verdict == "finds"]
-    saved = [row for row in rules_alone(rows) if row.verdict == "saves"]
-    if found:
-        best = found[0]
-        return f"{best.label[0].upper()}{best.label[1:]} finds the depth: {best.steps:.2f} steps an answer where the best fixed depth takes {fixed:g}."
-    if saved:
-        best = saved[0]
-        return (
-            f"No rule was found to follow the depth; {best.label} saves most: {best.steps:.2f} steps, the best fixed depth takes {fixed:g}."
-        )
-    return f"No rule takes fewer steps than the best fixed depth of {plural(int(fixed), 'step')}."
+    rules, fixed = rules_alone(depth_rows(sweep)), best_fixed(sweep)
+    if found := [row for row in rules if row.verdict == "finds"]:
+        name = f"{found[0].label[0].upper()}{found[0].label[1:]}"
+        return f"{name} finds the depth: {found[0].steps:.2f} steps an answer where the best fixed depth takes {fixed:g}."
+    if saved := [row for row in rules if row.verdict == "saves"]:
+        best = f"{saved[0].label} saves most: {saved[0].steps:.2f} steps, the best fixed depth takes {fixed:g}"
+        return f"No rule is shown to follow the depth; {best}."
+    return f"No rule is shown to take fewer steps than the best fixed depth of {plural(int(fixed), 'step')}."
 
 
 def depth_sentences(sweep: Sweep) -> list[str]:
     """Paragraphs: baselines, which rules find the depth, why others do not, the second hit, the paper's claim, time."""
     rows = depth_rows(sweep)
-    words = [_baselines(sweep, rows), *_verdicts(sweep, rows), _others(rows), _second_hit(sweep), _claim(sweep), _times(sweep)]
+    words = [
+        _baselines(sweep, rows),
+        *_verdicts(sweep, rows),
+        _geometry(rows),
+        _others(rows),
+        _second_hit(sweep),
+        _claim(sweep),
+        _times(sweep),
+    ]
     return [paragraph for paragraph in words if paragraph]
 
 
@@ -97,15 +102,16 @@ def _baselines(sweep: Sweep, rows: Sequence[RuleDepth]) -> str:
     words = [
         f"Measured on {task_text(sweep)}. With {all_loops(sweep.header['loops'])} {percent(full['accuracy'])} of the answers are right."
     ]
-    if fixed is not None:
-        kept = f"keeps the accuracy ({limit_words(sweep)})"
-        depth = f"The smallest fixed depth that {kept} takes {fixed.steps:g} steps"
-        words.append(f"{depth}." if fixed.id is not None else f"No fixed depth below all loops {kept}.")
+    if fixed is not None and fixed.id is not None:
+        smaller = ", and that of the next smaller one is not" if fixed.steps > 1 else ""
+        words.append(f"The best fixed depth takes {fixed.steps:g} steps: its accuracy is {limit_words(sweep)}{smaller}.")
+    elif fixed is not None:
+        words.append("No fixed depth below all loops could be certified to keep the accuracy.")
     oracle = next((row for row in rows if row.family == "true-depth"), None)
     if oracle is not None:
         words.append(
-            f"With the true depths, which no rule is told, the answers take {oracle.steps:.2f} steps ({share_words(oracle)} of the best fixed "
-            f"depth's) and {percent(oracle.accuracy)} are right."
+            f"With the true depths, which no rule is told, the answers take {oracle.steps:.2f} steps ({share_words(oracle)} of the best "
+            f"fixed depth's) and {percent(oracle.accuracy)} are right."
         )
     return " ".join(words)
 
@@ -113,8 +119,8 @@ def _baselines(sweep: Sweep, rows: Sequence[RuleDepth]) -> str:
 def _verdicts(sweep: Sweep, rows: Sequence[RuleDepth]) -> list[str]:
     """One paragraph for each verdict that occurs."""
     leads = {
-        "finds": f"These rules find the depth: their accuracy is {limit_words(sweep)}, they take fewer steps than the best fixed depth, and the "
-        f"rank correlation of steps and true depth is {FOLLOWS} or more, both by whole intervals:",
+        "finds": f"These rules find the depth: their accuracy is {limit_words(sweep)}, they take fewer steps than the best fixed "
+        f"depth, and the rank correlation of steps and true depth is {FOLLOWS} or more, both by whole intervals:",
         "saves": "These rules take fewer steps than the best fixed depth, certified likewise, but their steps are not shown to follow the "
         f"true depth (the interval of the rank correlation begins below {FOLLOWS}):",
         "no saving": "These rules keep the accuracy but are not shown to take fewer steps than the best fixed depth:",
@@ -129,6 +135,14 @@ def _verdicts(sweep: Sweep, rows: Sequence[RuleDepth]) -> list[str]:
     return found
 
 
+def _geometry(rows: Sequence[RuleDepth]) -> str:
+    """The best rule on states alone, which needs no head and no training."""
+    best = next((row for row in rules_alone(list(rows)) if row.id is not None and is_geometry(row.family)), None)
+    if best is None:
+        return "No rule on the states alone could be certified."
+    return f"The best rule on the states alone is {rule_words(best)}, correlation {rank_words(best)}."
+
+
 def _others(rows: Sequence[RuleDepth]) -> str:
     """What stopping the other tokens costs, from the runs in which the answers alone leave."""
     alone = {row.family: row for row in rules_alone(list(rows), "answers")}
@@ -140,13 +154,13 @@ def _others(rows: Sequence[RuleDepth]) -> str:
         listed = "; ".join(f"{a.label} {b.steps:.2f} instead of {a.steps:.2f}" for a, b in dear)
         words.append(
             "Answers read other tokens at every step, and a rule stops those, too. Where the answers alone leave and all other tokens take "
-            f"all loops, some rules need fewer steps for the same certificate: {listed}. There the sign at the answer is right, and the price "
-            "is that of stopping a token that others still need."
+            f"all loops, some rules need fewer steps for the same certificate: {listed}. There the sign at the answer is right, and the "
+            "price is that of stopping a token that others still need."
         )
     if blind:
-        names = ", ".join(row.label for row in blind)
+        names = "; ".join(row.label for row in blind)
         words.append(
-            f"Even where the answers alone leave, {names} {'saves' if len(blind) == 1 else 'save'} nothing: the sign itself does not tell that the answer is there."
+            f"Even where the answers alone leave, these save nothing that could be shown, so the sign itself is at fault: {names}."
         )
     return " ".join(words)
 
@@ -217,7 +231,8 @@ def task_table(sweep: Sweep) -> str:
     head = sweep.header
     lines = [
         f"{head['checkpoint']}, {task_text(sweep)}; settings {limit_words(sweep)}",
-        f"{'rule':<46}{'setting':<44}{'steps':>6}  {'of the best fixed depth':<24}{'right':>8}{'drop':>8}  {'rank correlation':<19}{'random':>8}",
+        f"{'rule':<46}{'setting':<44}{'steps':>6}  {'of the best fixed depth':<24}{'right':>8}{'drop':>8}  "
+        f"{'rank correlation':<19}{'random':>8}",
     ]
     rows = depth_rows(sweep)
     for scope, title in (("all", ""), ("answers", "only the answers leave; other tokens take all loops")):
@@ -231,11 +246,6 @@ def task_table(sweep: Sweep) -> str:
     return "\n".join([*lines, "", *depth_sentences(sweep)])
 
 
-def best_geometry(sweep: Sweep) -> RuleDepth | None:
-    """The rule on states alone with the fewest steps."""
-    return next((row for row in rules_alone(depth_rows(sweep)) if row.id is not None and is_geometry(row.family)), None)
-
-
 # -- calibration -------------------------------------------------------------------------------------------------
 
 
@@ -247,8 +257,8 @@ def task_calibration_sentences(found: Mapping[str, Any]) -> list[str]:
         first = "No setting could be certified, so every group runs all its loops: allow a larger drop, or give more --samples."
     else:
         first = (
-            f"Certified on {answers['certify']}: the share of right answers lies no more than {points(round(found['bound'], 5))} below that at "
-            f"{plural(found['loops'], 'loop')} (confidence {100 * (1 - found['delta']):.4g} %)."
+            f"Certified on {answers['certify']}: the share of right answers lies no more than {points(round(found['bound'], 5))} below "
+            f"that at {plural(found['loops'], 'loop')} (confidence {100 * (1 - found['delta']):.4g} %)."
         )
     second = (
         f"On {answers['report']}: {mine['mean_steps']:.2f} steps an answer, {percent(mine['accuracy'])} right, a drop of "

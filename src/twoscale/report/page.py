@@ -208,9 +208,8 @@ def commands(run: RunFiles) -> list[str]:
     if (d := run.depth) is not None:
         drop, asked = d.header["max_accuracy_drop"], d.header.get("asked_windows")
         learned = "" if any(c["family"] == "learned" for c in d.choices) else " --no-controller"
-        found.append(
-            f"twoscale sweep {folder} --loops {d.header['loops']} --samples {asked} --max-accuracy-drop {drop:g} --rounds {d.rounds}{learned}"
-        )
+        asked_for = f"--loops {d.header['loops']} --samples {asked} --max-accuracy-drop {drop:g} --rounds {d.rounds}"
+        found.append(f"twoscale sweep {folder} {asked_for}{learned}")
     return found
 
 

@@ -31,7 +31,15 @@ from twoscale.tradeoff.samples import write_samples
 from twoscale.tradeoff.stats import interval
 from twoscale.tradeoff.summary import Sweep, read_calibration_of
 from twoscale.tradeoff.sweep import Sweeper
-from twoscale.tradeoff.task_commands import MAX_ACCURACY_DROP, check_drop, check_flags, check_samples, default_loops, fit_samples, sweep_task
+from twoscale.tradeoff.task_commands import (
+    MAX_ACCURACY_DROP,
+    check_drop,
+    check_flags,
+    check_samples,
+    default_loops,
+    fit_samples,
+    sweep_task,
+)
 from twoscale.tradeoff.task_points import TASK_RULES
 from twoscale.train.checkpoint import find_checkpoint
 
@@ -156,8 +164,8 @@ def calibrate(
     replaced; `learned` trains a controller first. `delta` is the chance that the bound does not hold. `windows` held-out windows are
     certified on and as many reported on; a third as many are fitted on.
 
-    On a model of a task `max_accuracy_drop` (0.005 by default) takes the place of `max_dce`, and `samples` (128) that of `windows`; a quarter
-    as many are fitted on.
+    On a model of a task `max_accuracy_drop` (0.005 by default) takes the place of `max_dce`, and `samples` (128) that of `windows`; a
+    quarter as many are fitted on.
     """
     say, asked = progress or _quiet, (max_dce, mean_steps, ms, max_accuracy_drop)
     goal = Goal(*asked) if any(value is not None for value in asked) else None

@@ -30,8 +30,8 @@ def accuracy_drop(text: HeldOut, found: Evaluation, full: Evaluation) -> np.ndar
 def drop_bound(text: HeldOut, found: Evaluation, full: Evaluation, delta: float) -> float:
     """A bound on the drop of accuracy that is wrong with probability delta at most, by Student's t over samples.
 
-    Never below ln(1 / delta) / A, the bound that holds for A answers of which none has changed: where nothing has gone wrong yet there is no
-    variance to go by.
+    Never below ln(1 / delta) / A, the bound that holds for A answers of which none has changed: where nothing has gone wrong yet there is
+    no variance to go by.
     """
     bound = upper_bound(accuracy_drop(text, found, full), answer_clusters(text), delta)
     return max(bound, -math.log(delta) / text.n_asked)

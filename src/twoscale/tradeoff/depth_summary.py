@@ -1,7 +1,7 @@
 """Which rules find the depth, from a task's sweep: pure functions of the numbers, no torch; report/depth_words.py has the sentences.
 
-D@-0.5 of a rule is the mean steps of the answers at its certified setting: the one with the fewest steps that passed the test on the certify
-part (accuracy lower by half a point at most), measured on the report part. Where no setting passed it is the full run's.
+D@-0.5 of a rule is the mean steps of the answers at its certified setting: the one with the fewest steps that passed the test on the
+certify part (accuracy lower by half a point at most), measured on the report part. Where no setting passed it is the full run's.
 """
 
 from dataclasses import dataclass
@@ -66,8 +66,8 @@ class RuleDepth:
 
     @property
     def verdict(self) -> Verdict:
-        """`finds`: fewer steps than the best fixed depth and a rank correlation of at least FOLLOWS, both by whole intervals; `saves`: fewer
-        steps alone."""
+        """`finds`: fewer steps than the best fixed depth and a rank correlation of at least FOLLOWS, both by whole intervals; `saves`:
+        fewer steps alone."""
         if self.id is None:
             return "not certified"
         if self.ratio[2] >= 1:

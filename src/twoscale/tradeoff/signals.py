@@ -71,7 +71,7 @@ def exit_steps(rule: Rule, values: Tensor) -> Tensor:
 
 
 def thresholds(rule: Rule, values: Tensor, targets: Sequence[float]) -> list[tuple[float, float]]:
-    """Thresholds at which a group's tokens would take about so many steps on average, with the steps: (threshold, mean), most steps first."""
+    """Thresholds at which a group's tokens would take about so many steps on average: (threshold, mean steps), most steps first."""
     finite = values[values.isfinite()].double()
     if not len(finite):
         return []

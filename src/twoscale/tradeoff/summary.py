@@ -41,7 +41,8 @@ class Sweep:
         if self.task is not None:
             from twoscale.tradeoff.depth_summary import best_words
 
-            return f"Sweep({head['checkpoint']}, task {self.task}: {len(self.points)} points on {head['tokens']:,} answers, {best_words(self)})"
+            measured = f"{len(self.points)} points on {head['tokens']:,} answers"
+            return f"Sweep({head['checkpoint']}, task {self.task}: {measured}, {best_words(self)})"
         return (
             f"Sweep({head['checkpoint']}: {len(self.points)} points on {head['tokens']:,} tokens, at most {head['loops']} loops, {timed})"
         )

@@ -66,8 +66,8 @@ class TaskSweeper(Sweeper):
     # -- choices -------------------------------------------------------------------------------------------------
 
     def _choose(self, keys: list[Key], families: Mapping[str, Settings], line: ProgressLine | None, done: int) -> int:
-        """For every rule the setting with the fewest steps that is certified: the fit part tells where to look, and settings near that place
-        are tested on the certify part from most steps to fewest until one fails."""
+        """For every rule the setting with the fewest steps that is certified: the fit part tells where to look, and settings near that
+        place are tested on the certify part from most steps to fewest until one fails."""
         missing = [key for key in keys if key not in self.choices]
         full = {name: evaluate(self.model, text, None, self.loops) for name, text in self._parts.items()} if missing else {}
 
