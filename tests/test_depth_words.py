@@ -35,6 +35,7 @@ def a_sweep(*rules: tuple[str, float | None, float, Any], comparisons: Any = (),
         a_point("true-depth", "true-depth", 6.5, 0.1, (1.0, 1.0, 1.0)),
     ]
     choices = [a_choice("fixed", "fixed:12")]
+    choices += [a_choice(family, None, "answers") for family, *_ in rules if family not in [other for other, *_ in alone]]
     for scope, found in (("all", rules), ("answers", alone)):
         for family, steps, width, rank in found:
             id = None if steps is None else f"{family}!"
@@ -67,7 +68,7 @@ HIGH, LOW = (0.9, 0.85, 0.95), (0.85, 0.75, 0.95)
 def test_verdicts(rule: Any, verdict: str, words: str) -> None:
     """A rule finds the depth only where both intervals lie wholly on that side; each other case has its own sentence."""
     sweep = a_sweep(rule)
-    [row] = [row for row in depth_rows(sweep) if row.family == "cosine"]
+    [row] = [row for row in depth_rows(sweep) if row.family == "cosine" and row.scope == "all"]
     paragraph = next(p for p in depth_sentences(sweep) if words in p)
     assert row.verdict == verdict and "cosine" in paragraph
     others = ("These rules find the depth", "These rules take fewer", "These rules keep the accuracy", "Of these rules no setting")
@@ -212,3 +213,11 @@ def test_calibration() -> None:
     assert "take more" in task_calibration_sentences(a_calibration(1.0, 0.2))[2]
     assert task_calibration_sentences(a_calibration(0, 0, None))[0].startswith("No setting could be certified")
     assert task_calibration_sentences(a_calibration(0, 0, fixed=None))[2].startswith("No fixed depth below all loops")
+
+
+def test_unfinished() -> None:
+    """Nothing is concluded from a sweep that lacks a rule's choice or its measurement."""
+    rule = ("cosine", 7.0, 0.1, HIGH)
+    for sweep in (a_sweep(rule), a_sweep(rule, alone=[("cosine", 7.0, 0.1, HIGH)])):
+        del sweep.points[-1]
+        assert depth_sentences(sweep) == [headline(sweep)] == ["The sweep is not finished: run it again, and it goes on where it stopped."]

@@ -88,6 +88,8 @@ def depth_table(sweep: Sweep) -> str:
                 f"{100 * row.drop:.2f} [{100 * row.drop_low:.2f}, {100 * row.drop_high:.2f}]", rank_words(row),
                 "–" if row.random is None else percent(row.random), f"{row.all_steps:.2f}",
             ]  # fmt: skip
-            cells = "".join(f"<td>{html.escape(name)}</td>" for name in names) + "".join(f"<td class='n'>{n}</td>" for n in numbers)
+            cells = "".join(f"<td>{html.escape(name)}</td>" for name in names) + "".join(
+                f"<td class='n'>{n.replace(' ', '&nbsp;')}</td>" for n in numbers
+            )
             rows.append(f"<tr>{cells}<td>{'' if row.family in BASE else VERDICTS[row.verdict]}</td></tr>")
     return table(f"{sweep.header['checkpoint']}, {task_text(sweep)}; settings {limit_words(sweep)}", head, rows)

@@ -17,12 +17,14 @@ from twoscale.tradeoff.depth_summary import (
     best_fixed,
     depth_rows,
     family_label,
+    is_finished,
     is_geometry,
     rules_alone,
     time_saved,
 )
 from twoscale.tradeoff.summary import ROUNDS, Sweep
 
+UNFINISHED = "The sweep is not finished: run it again, and it goes on where it stopped."
 VERDICTS: dict[Verdict, str] = {
     "finds": "finds the depth",
     "saves": "saves steps, does not follow the depth",
@@ -70,6 +72,8 @@ def limit_words(sweep: Sweep) -> str:
 
 def headline(sweep: Sweep) -> str:
     """One sentence on what was found."""
+    if not is_finished(sweep):
+        return UNFINISHED
     rules, fixed = rules_alone(depth_rows(sweep)), best_fixed(sweep)
     if found := [row for row in rules if row.verdict == "finds"]:
         name = f"{found[0].label[0].upper()}{found[0].label[1:]}"
@@ -82,6 +86,8 @@ def headline(sweep: Sweep) -> str:
 
 def depth_sentences(sweep: Sweep) -> list[str]:
     """Paragraphs: baselines, which rules find the depth, why others do not, the second hit, the paper's claim, time."""
+    if not is_finished(sweep):
+        return [UNFINISHED]
     rows = depth_rows(sweep)
     words = [
         _baselines(sweep, rows),
@@ -97,8 +103,7 @@ def depth_sentences(sweep: Sweep) -> list[str]:
 
 def _baselines(sweep: Sweep, rows: Sequence[RuleDepth]) -> str:
     full, fixed = sweep.point("full"), next((row for row in rows if row.family == "fixed"), None)
-    if full is None:
-        return "The sweep is not finished: the full run has not been measured yet."
+    assert full is not None
     words = [
         f"Measured on {task_text(sweep)}. With {all_loops(sweep.header['loops'])} {percent(full['accuracy'])} of the answers are right."
     ]

@@ -101,7 +101,7 @@ class RunFiles:
             return "made elsewhere (its training is not known here)"
         tokens = plural(self.last["trained_tokens"], "token")
         words = f"trained with {self.made_with} for {plural(self.last['step'], 'step')} ({tokens})"
-        if not self.converted:
+        if not self.converted or self.config.task != "none":
             return f"{words} on {self._source(self.geometry[0])}"
         return f"{words} {f'on {self.trained_on}' if self.trained_on else 'elsewhere'}, not on the text that it is measured on here"
 

@@ -135,9 +135,10 @@ def _section(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: st
 def about_run(run: RunFiles) -> str:
     """Shape, training and measured text of a run."""
     m, last = run.config.model, run.last
+    where = "spread over all held-out text" if run.config.task == "none" else "of held-out samples"
     return (
         f"{m.n_layer} layers of width {m.n_embd}, loop groups {group_list(run.names)}; default depth {plural(m.mean_loops, 'loop')} (r); "
-        f"{run.tokens}; {run.training}. Geometry measured on {plural(int(last['tokens']), 'token')} spread over all held-out text of "
+        f"{run.tokens}; {run.training}. Geometry measured on {plural(int(last['tokens']), 'token')} {where} of "
         f"{run.text}, {plural(int(last['groups'][0]['loops']), 'loop step')}{_earlier(run)}."
     )
 

@@ -126,6 +126,16 @@ def _row(
     )  # fmt: skip
 
 
+def is_finished(sweep: Sweep) -> bool:
+    """Whether every rule that was begun has its certified setting for all tokens and for the answers, and both were measured."""
+    families = {p["family"] for p in sweep.points if not p["family"].endswith("@answers")} - {"full", "random", "true-depth"}
+    wanted = {(family, scope) for family in families for scope in ("all", "answers")} - {("fixed", "answers")}
+    chosen = {(c["family"], c["scope"]): c["id"] for c in sweep.choices}
+    ids = {p["id"] for p in sweep.points}
+    points = {id + ("@answers" if scope == "answers" else "") for (_, scope), id in chosen.items() if id is not None}
+    return bool(families) and wanted <= set(chosen) and points <= ids and {"full", "true-depth"} <= ids
+
+
 def rules_alone(rows: list[RuleDepth], scope: str = "all") -> list[RuleDepth]:
     """Without the baselines, of one scope."""
     return [row for row in rows if row.family not in BASE and row.scope == scope]

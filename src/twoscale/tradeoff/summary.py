@@ -132,11 +132,6 @@ def check_task_lines(lines: Sequence[dict[str, Any]], path: Path) -> None:
             raise UserError(
                 f"{path}, line {number} is no line of a task's sweep ({(bad or ['kind'])[0]}): move the file away and sweep again"
             )
-    points = {line["id"] for line in lines if line["kind"] == "point"}
-    for choice in (line for line in lines if line["kind"] == "choice"):
-        suffix = "@answers" if choice["scope"] == "answers" else ""
-        if choice["id"] is not None and choice["scope"] == "all" and f"{choice['id']}{suffix}" not in points:
-            raise UserError(f"{path}: {choice['id']} was chosen but not measured: move the file away and sweep again")
 
 
 def _is(value: Any, kind: Any) -> bool:
