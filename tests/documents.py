@@ -36,6 +36,8 @@ CHEAPER: list[tuple[str, dict[str, str], str]] = [
     ("train --init runs/hops", SMALL_TASK, "minutes"),
     ("train --init", SMALL_TRAINING, "hours on two cores"),
     ("reproduce --preset nano", {"--train.steps": "4", "--data.max-documents": "12"}, "half a minute"),
+    ("calibrate hops", {"--samples": "4", "--loops": "3", "--max-accuracy-drop": "0.9"}, "minutes"),
+    ("sweep hops", {"--samples": "4", "--rounds": "1", "--loops": "3", "--max-accuracy-drop": "0.9", "--rules": "cosine"}, "minutes"),
     ("calibrate", {"--windows": "3", "--loops": "4"}, "a minute"),
     ("sweep", SMALL_SWEEP, "minutes"),
     ("trace", {"--loops": "4", "--limit-loops": "6", "--sequences": "1"}, "a minute for all checkpoints"),

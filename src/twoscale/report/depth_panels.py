@@ -13,6 +13,8 @@ from twoscale.report.tables import prose, table
 from twoscale.tradeoff.depth_summary import BASE, best_fixed, depth_rows
 from twoscale.tradeoff.summary import Sweep
 
+# Viridis, written so that the page's script leaves it alone: it lightens dark colours on a dark page, and an ordered scale must stay ordered.
+VIRIDIS = ((0.0, "rgb(68,1,84)"), (0.25, "rgb(59,82,139)"), (0.5, "rgb(33,145,140)"), (0.75, "rgb(94,201,98)"), (1.0, "rgb(253,231,37)"))
 SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x")
 
 
@@ -21,7 +23,7 @@ def staircase(run: RunFiles) -> list[Panel]:
     assert found is not None
     figure = go.Figure(
         go.Heatmap(
-            z=found.accuracy, x=list(range(1, found.loops + 1)), y=[str(d) for d in found.depths], zmin=0, zmax=1, colorscale="Viridis",
+            z=found.accuracy, x=list(range(1, found.loops + 1)), y=[str(d) for d in found.depths], zmin=0, zmax=1, colorscale=VIRIDIS,
             text=[[f"{100 * v:.0f}" for v in row] for row in found.accuracy], texttemplate="%{text}", textfont={"size": 9},
             customdata=[[n] * found.loops for n in found.count],
             hovertemplate="depth %{y}, %{x} steps: %{z:.1%} of %{customdata} answers<extra></extra>",
