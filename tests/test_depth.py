@@ -353,6 +353,13 @@ def test_the_name_hops(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.Mon
     assert fixed["fixed:12"] == 1.0 and fixed["fixed:3"] < 0.7
 
 
+def test_card(swept: Path, tmp_path: Path, cli: CommandLine) -> None:
+    """The card of an exported model of a task says which rules find the depth, and nothing of losses."""
+    code, _, err = cli("export", swept, "--out", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert code == 0 and "12 answers (6 held-out samples) of the task hops" in card and "dCE" not in card, err
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------
 
 

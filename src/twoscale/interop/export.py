@@ -27,6 +27,7 @@ from twoscale.geometry.probe import write_record
 from twoscale.interop.load import PREFIX, load, progress_of, read_exported, recipe_of
 from twoscale.model import LoopedGPT
 from twoscale.report.advice import recommend
+from twoscale.report.depth_words import depth_sentences
 from twoscale.report.words import evaluation_text
 from twoscale.tasks.file import load_task
 from twoscale.tasks.staircase import load_staircase
@@ -211,7 +212,8 @@ def card(source: Source, parameters: int, code: bool = True) -> str:
     sweep = read_sweep(RunFolder(source.run).sweep, m.mean_loops)
     advice = ""
     if sweep is not None and source.about is not None and sweep.header.get("weights") == source.about["weights"]:
-        advice = f"\n## Leaving early\n\n{recommend(sweep, read_calibration_of(source.run, sweep))[1]}\n"
+        words = recommend(sweep, read_calibration_of(source.run, sweep))[1] if sweep.task is None else "\n\n".join(depth_sentences(sweep))
+        advice = f"\n## Leaving early\n\n{words}\n"
     steps, task = len(read_jsonl(RunFolder(source.run).metrics)), load_task(source.run)
     text = "not known" if source.data is None else json.dumps(source.data.source)
     trained_on = f"source of the text: {text}" if task is None else f"trained on the task {task!r}"

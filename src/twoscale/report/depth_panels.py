@@ -13,7 +13,7 @@ from twoscale.report.tables import prose, table
 from twoscale.tradeoff.depth_summary import BASE, best_fixed, depth_rows
 from twoscale.tradeoff.summary import Sweep
 
-# Viridis, written so that the page's script leaves it alone: it lightens dark colours on a dark page, and an ordered scale must stay ordered.
+# Viridis, written so that the script of the page leaves it alone: that lightens dark colours on a dark page, and an order must stay.
 VIRIDIS = ((0.0, "rgb(68,1,84)"), (0.25, "rgb(59,82,139)"), (0.5, "rgb(33,145,140)"), (0.75, "rgb(94,201,98)"), (1.0, "rgb(253,231,37)"))
 SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x")
 
