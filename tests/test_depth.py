@@ -240,6 +240,7 @@ def test_everything_is_measured(swept: Path) -> None:
         "fixed",
         "random",
         "true-depth",
+        "true-depth+1",
     }
     assert {(c["family"], c["scope"]) for c in sweep.choices} == {(r, s) for r in rules for s in ("all", "answers")} | {("fixed", "all")}
     assert {(c["a"], c["b"]) for c in sweep.comparisons} == set(PAIRS)
@@ -251,7 +252,7 @@ def test_everything_is_measured(swept: Path) -> None:
             assert p[f"{key}_low"] <= p[key] <= p[f"{key}_high"], p["id"]
         assert sum(row["answers"] for row in p["by_depth"]) == sweep.header["tokens"] == 12
     rows = depth_rows(sweep)
-    assert len(rows) == 2 * len(rules) + 2 and [r.steps for r in rows if r.id] == sorted(r.steps for r in rows if r.id)
+    assert len(rows) == 2 * len(rules) + 3 and [r.steps for r in rows if r.id] == sorted(r.steps for r in rows if r.id)
     timed = [p["id"] for p in sweep.points if "timed_steps" in p]
     assert "full" in timed and all(sweep.point(id)["ms"] > 0 for id in timed)  # type: ignore[index]
 

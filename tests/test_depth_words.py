@@ -90,6 +90,13 @@ def test_baselines() -> None:
     assert "1,024 answers (128 held-out samples) of the task hops" in words and "With all 16 loops 99.8 %" in words
     assert "The best fixed depth takes 12 steps" in words and "at most 0.5 points below the full run's (confidence 95 %)" in words
     assert "the answers take 6.50 steps (0.54 [0.53, 0.55] of the best fixed depth's)" in words
+    assert "must go on" not in words
+    early = a_sweep()
+    early.points[2] |= {"accuracy": 0.7, "drop": 0.3, "drop_low": 0.25, "drop_high": 0.35}
+    early.points.append(a_point("true-depth+1", "true-depth+1", 7.5, 0.1, (1.0, 1.0, 1.0)))
+    assert "So an answer that is there must go on: others read it. With one step more 99.8 % are right, at 7.50 steps." in said(early)
+    early.points[2] |= {"drop": 0.006, "drop_low": 0.001, "drop_high": 0.011}
+    assert "must go on" not in said(early), "half a point lies inside the interval"
     none = a_sweep()
     none.choices[0]["id"] = None
     assert "No fixed depth below all loops could be certified" in depth_sentences(none)[0]

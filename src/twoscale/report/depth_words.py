@@ -118,6 +118,12 @@ def _baselines(sweep: Sweep, rows: Sequence[RuleDepth]) -> str:
             f"With the true depths, which no rule is told, the answers take {oracle.steps:.2f} steps ({share_words(oracle)} of the best "
             f"fixed depth's) and {percent(oracle.accuracy)} are right."
         )
+    later = next((row for row in rows if row.family == "true-depth+1"), None)
+    if oracle is not None and later is not None and oracle.drop_low > sweep.header["max_accuracy_drop"]:
+        words.append(
+            f"So an answer that is there must go on: others read it. With one step more {percent(later.accuracy)} are right, at "
+            f"{later.steps:.2f} steps."
+        )
     return " ".join(words)
 
 

@@ -72,8 +72,8 @@ def depth_record(text: HeldOut, found: Evaluation, full: Evaluation) -> dict[str
     return record
 
 
-def true_depths(text: HeldOut, loops: int) -> exits.Oracle:
-    """Every answer takes its true depth; what is asked nothing takes all loops."""
+def true_depths(text: HeldOut, loops: int, more: int = 0) -> exits.Oracle:
+    """Every answer takes its true depth and so many steps more; what is asked nothing takes all loops."""
     assert text.depth is not None
-    depths: Tensor = torch.where(text.asked, text.depth.clamp(max=loops), loops)
+    depths: Tensor = torch.where(text.asked, (text.depth + more).clamp(max=loops), loops)
     return exits.Oracle(depths)

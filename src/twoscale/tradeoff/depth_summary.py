@@ -12,7 +12,8 @@ from twoscale.tradeoff.summary import Sweep
 
 GEOMETRY = ("step-norm", "acceleration", "cosine")  # rules on states alone, without a head and without training
 FOLLOWS = 0.8  # rank correlation from which on steps are said to follow the true depth
-BASE = ("full", "fixed", "random", "true-depth")
+ORACLES = ("true-depth", "true-depth+1")
+BASE = ("full", "fixed", "random", *ORACLES)
 # Comparisons that are made: the second hit, and the paper's claim, in the absolute form that it prints and relative to the state.
 PAIRS = (
     ("acceleration", "acceleration:hits=1"),
@@ -82,7 +83,14 @@ def is_geometry(family: str) -> bool:
 def family_label(family: str) -> str:
     """A rule in words: `acceleration, relative to the state, one hit`."""
     name, _, rest = family.partition(":")
-    names = {"kl": "KL", "min-p-kl": "min-p KL", "confidence": "margin", "learned": "learned controller", "true-depth": "true depths"}
+    names = {
+        "kl": "KL",
+        "min-p-kl": "min-p KL",
+        "confidence": "margin",
+        "learned": "learned controller",
+        "true-depth": "true depths",
+        "true-depth+1": "true depths and one step more",
+    }
     words = [names.get(name, name.replace("-", " "))]
     settings = dict(part.split("=", 1) for part in rest.split(",") if "=" in part)
     if settings.pop("relative", "") == "true" or settings.get("normalize") == "state":
@@ -111,8 +119,8 @@ def depth_rows(sweep: Sweep) -> list[RuleDepth]:
         if point is not None:
             beside = sweep.point(f"random~{choice['id']}") if choice["scope"] == "all" else None
             rows.append(_row(choice["family"], choice["scope"], choice["id"], choice["bound"], point, fixed, beside))
-    if (oracle := sweep.point("true-depth")) is not None:
-        rows.append(_row("true-depth", "answers", "true-depth", None, oracle, fixed, None))
+    oracles = {name: sweep.point(name) for name in ORACLES}
+    rows += [_row(name, "answers", name, None, point, fixed, None) for name, point in oracles.items() if point is not None]
     return sorted(rows, key=lambda row: (row.id is None, row.steps))
 
 
@@ -128,7 +136,7 @@ def _row(
 
 def is_finished(sweep: Sweep) -> bool:
     """Whether every rule that was begun has its certified setting for all tokens and for the answers, and both were measured."""
-    families = {p["family"] for p in sweep.points if not p["family"].endswith("@answers")} - {"full", "random", "true-depth"}
+    families = {p["family"] for p in sweep.points if not p["family"].endswith("@answers")} - {"full", "random", *ORACLES}
     wanted = {(family, scope) for family in families for scope in ("all", "answers")} - {("fixed", "answers")}
     chosen = {(c["family"], c["scope"]): c["id"] for c in sweep.choices}
     ids = {p["id"] for p in sweep.points}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twoscale.engine import Engine, loop_params
 from twoscale.engine.cache import Cache
-from twoscale.exits import Exit
+from twoscale.exits import Exit, Fixed
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.heldout import HeldOut
 
@@ -43,7 +43,10 @@ class LatencyTimer:
         self.tokens = min(tokens, T - self.prompt)
         self.text = text
         self.engine = Engine(model)
-        self.params = {name: loop_params(model, loops=loops, exit=exit) for name, exit in exits.items()}
+        self.params = {
+            name: loop_params(model, loops=exit.k) if isinstance(exit, Fixed) else loop_params(model, loops=loops, exit=exit)
+            for name, exit in exits.items()
+        }  # a fixed depth is timed as it is used: so many loops, and no rule
         self.steps: dict[str, float] = {}
         """Mean steps of the tokens of the last round, over groups."""
 

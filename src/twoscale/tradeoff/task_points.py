@@ -93,10 +93,11 @@ def path_around(settings: Settings, place: int) -> Settings:
 
 
 def task_points(text: HeldOut, loops: int, families: Mapping[str, Settings]) -> list[Point]:
-    """The full run, a few settings of every rule, all fixed depths, and the true depths."""
+    """The full run, a few settings of every rule, all fixed depths, and the true depths, also with one step more."""
     points = [Point("full", "full", float(loops), lambda seen: None)]
     points += [setting_point(family, rule) for family, found in families.items() for rule in curve(found)]
-    return [*points, Point("true-depth", "true-depth", None, lambda seen: true_depths(text, loops), "true depths (oracle)")]
+    points.append(Point("true-depth", "true-depth", 0.0, lambda seen: true_depths(text, loops), "true depths (oracle)"))
+    return [*points, Point("true-depth+1", "true-depth+1", 1.0, lambda seen: true_depths(text, loops, 1), "true depths and one more")]
 
 
 def setting_point(family: str, rule: exits.Rule) -> Point:
