@@ -166,7 +166,7 @@ def test_best_rule_on_states() -> None:
     ("time", "steps", "words"),
     [
         (0.3, 0.4, "a takes 40.0 % fewer steps and 30.0 % less time than b: 0.75 of the work saved is saved in time"),
-        (-0.1, 0.4, "a takes 40.0 % fewer steps and 10.0 % more time than b"),
+        (-0.1, 0.4, "a takes 40.0 % fewer steps and 10.0 % more time than b: its looks cost more than it saves"),
         (0.1, -0.1, "a takes no fewer steps than b on these tokens"),
     ],
 )

@@ -78,9 +78,9 @@ def depth_table(sweep: Sweep) -> str:
         "of the best fixed depth's",
         "right",
         "drop (points)",
-        "rank correlation with the true depth",
+        "rank correlation",
     ]
-    head += ["random exits with these steps: right", "steps of all tokens", "verdict"]
+    head += ["random exits: right", "all tokens: steps", "verdict"]
     rows = []
     for scope, words in (("all", ""), ("answers", ", answers alone")):
         for row in (row for row in depth_rows(sweep) if row.scope == scope):
@@ -93,5 +93,5 @@ def depth_table(sweep: Sweep) -> str:
             cells = "".join(f"<td>{html.escape(name)}</td>" for name in names) + "".join(
                 f"<td class='n'>{n.replace(' ', '&nbsp;')}</td>" for n in numbers
             )
-            rows.append(f"<tr>{cells}<td>{'' if row.family in BASE else VERDICTS[row.verdict]}</td></tr>")
+            rows.append(f"<tr>{cells}<td>{'' if row.family in BASE else VERDICTS[row.verdict].replace(' ', '&nbsp;')}</td></tr>")
     return table(f"{sweep.header['checkpoint']}, {task_text(sweep)}; settings {limit_words(sweep)}", head, rows)

@@ -131,17 +131,18 @@ def _verdicts(sweep: Sweep, rows: Sequence[RuleDepth]) -> list[str]:
     """One paragraph for each verdict that occurs."""
     leads = {
         "finds": f"These rules find the depth: their accuracy is {limit_words(sweep)}, they take fewer steps than the best fixed "
-        f"depth, and the rank correlation of steps and true depth is {FOLLOWS} or more, both by whole intervals:",
+        f"depth, and the rank correlation of steps and true depth is {FOLLOWS} or more, both by whole intervals. "
+        "Their steps as a share of the best fixed depth's:",
         "saves": "These rules take fewer steps than the best fixed depth, certified likewise, but their steps are not shown to follow the "
-        f"true depth (the interval of the rank correlation begins below {FOLLOWS}):",
-        "no saving": "These rules keep the accuracy but are not shown to take fewer steps than the best fixed depth:",
+        f"true depth (the interval of the rank correlation begins below {FOLLOWS}). Shares:",
+        "no saving": "These rules keep the accuracy but are not shown to take fewer steps than the best fixed depth. Shares:",
         "not certified": "Of these rules no setting that was tested keeps the accuracy, so they take all loops:",
     }
     found = []
     for verdict, lead in leads.items():
         mine = [row for row in rules_alone(list(rows)) if row.verdict == verdict]
         if mine:
-            listed = "; ".join(row.label if row.id is None else f"{rule_words(row)}, correlation {rank_words(row)}" for row in mine)
+            listed = "; ".join(row.label if row.id is None else f"{row.label} {share_words(row)}" for row in mine)
             found.append(f"{lead} {listed}.")
     return found
 
@@ -233,8 +234,10 @@ def time_words(t: TimeSaved) -> str:
     """Time and steps that a rule saves beside the best fixed depth."""
     if t.steps <= 0:
         return f"{t.id} takes no fewer steps than {t.fixed} on these tokens"
-    time = f"{percent(t.time)} less time" if t.time > 0 else f"{percent(-t.time)} more time"
-    return f"{t.id} takes {percent(t.steps)} fewer steps and {time} than {t.fixed}: {t.share:.2f} of the work saved is saved in time"
+    if t.time <= 0:
+        return f"{t.id} takes {percent(t.steps)} fewer steps and {percent(-t.time)} more time than {t.fixed}: its looks cost more than it saves"
+    saved = f"{percent(t.steps)} fewer steps and {percent(t.time)} less time"
+    return f"{t.id} takes {saved} than {t.fixed}: {t.share:.2f} of the work saved is saved in time"
 
 
 def task_table(sweep: Sweep) -> str:
