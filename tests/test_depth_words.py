@@ -151,7 +151,7 @@ def test_what_stopping_other_tokens_costs() -> None:
     rules = (("cosine", 9.0, 0.2, HIGH), ("kl", 7.2, 0.2, HIGH), ("entropy", None, 0, None))
     alone = (("cosine", 7.0, 0.2, HIGH), ("kl", 7.0, 0.2, HIGH), ("entropy", None, 0, None))
     [paragraph] = [p for p in depth_sentences(a_sweep(*rules, alone=alone)) if p.startswith("Answers read other tokens")]
-    assert "cosine 7.00 instead of 9.00" in paragraph and "KL" not in paragraph and paragraph.endswith("at fault: entropy.")
+    assert "cosine 7.00 instead of 9.00" in paragraph and "KL" not in paragraph and paragraph.endswith("an answer is there: entropy.")
     assert "Answers read other tokens" not in said(a_sweep(rules[1], alone=alone[1:2]))
 
 

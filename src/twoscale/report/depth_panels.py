@@ -73,25 +73,23 @@ def depth_table(sweep: Sweep) -> str:
     """Every rule at its certified setting."""
     head = [
         "rule",
-        "setting",
         "steps (D@-0.5)",
         "of the best fixed depth's",
         "right",
         "drop (points)",
         "rank correlation",
     ]
-    head += ["random exits: right", "all tokens: steps", "verdict"]
+    head += ["random exits: right", "all tokens: steps", "verdict", "setting"]
     rows = []
     for scope, words in (("all", ""), ("answers", ", answers alone")):
         for row in (row for row in depth_rows(sweep) if row.scope == scope):
-            names = (row.label if row.family in BASE else f"{row.label}{words}", row.id or "none certified: all loops")
+            name, setting = row.label if row.family in BASE else f"{row.label}{words}", row.id or "none certified: all loops"
             numbers = [
                 f"{row.steps:.2f} [{row.steps_low:.2f}, {row.steps_high:.2f}]", share_words(row), percent(row.accuracy),
                 f"{100 * row.drop:.2f} [{100 * row.drop_low:.2f}, {100 * row.drop_high:.2f}]", rank_words(row),
                 "–" if row.random is None else percent(row.random), f"{row.all_steps:.2f}",
             ]  # fmt: skip
-            cells = "".join(f"<td>{html.escape(name)}</td>" for name in names) + "".join(
-                f"<td class='n'>{n.replace(' ', '&nbsp;')}</td>" for n in numbers
-            )
-            rows.append(f"<tr>{cells}<td>{'' if row.family in BASE else VERDICTS[row.verdict].replace(' ', '&nbsp;')}</td></tr>")
+            cells = "".join(f"<td class='n'>{n.replace(' ', '&nbsp;')}</td>" for n in numbers)
+            verdict = "" if row.family in BASE else VERDICTS[row.verdict].replace(" ", "&nbsp;")
+            rows.append(f"<tr><td>{html.escape(name)}</td>{cells}<td>{verdict}</td><td>{html.escape(setting)}</td></tr>")
     return table(f"{sweep.header['checkpoint']}, {task_text(sweep)}; settings {limit_words(sweep)}", head, rows)

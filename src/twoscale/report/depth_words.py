@@ -27,8 +27,8 @@ from twoscale.tradeoff.summary import ROUNDS, Sweep
 UNFINISHED = "The sweep is not finished: run it again, and it goes on where it stopped."
 VERDICTS: dict[Verdict, str] = {
     "finds": "finds the depth",
-    "saves": "saves steps, does not follow the depth",
-    "no saving": "saves nothing over a fixed depth",
+    "saves": "saves steps, not shown to follow the depth",
+    "no saving": "not shown to save over a fixed depth",
     "not certified": "no setting keeps the accuracy",
 }
 
@@ -160,7 +160,7 @@ def _others(rows: Sequence[RuleDepth]) -> str:
     alone = {row.family: row for row in rules_alone(list(rows), "answers")}
     pairs = [(row, alone[row.family]) for row in rules_alone(list(rows)) if row.family in alone]
     dear = [(a, b) for a, b in pairs if b.id is not None and b.steps_high < a.steps_low]
-    blind = [a for a, b in pairs if b.id is None or b.ratio[2] >= 1]
+    blind = [a for a, b in pairs if (b.id is None or b.ratio[2] >= 1) and a.verdict in ("no saving", "not certified")]
     words = []
     if dear:
         listed = "; ".join(f"{a.label} {b.steps:.2f} instead of {a.steps:.2f}" for a, b in dear)
@@ -172,7 +172,8 @@ def _others(rows: Sequence[RuleDepth]) -> str:
     if blind:
         names = "; ".join(row.label for row in blind)
         words.append(
-            f"Even where the answers alone leave, these save nothing that could be shown, so the sign itself is at fault: {names}."
+            "These are not shown to save steps even where the answers alone leave, so what they look at does not tell soon enough that an "
+            f"answer is there: {names}."
         )
     return " ".join(words)
 
@@ -235,7 +236,8 @@ def time_words(t: TimeSaved) -> str:
     if t.steps <= 0:
         return f"{t.id} takes no fewer steps than {t.fixed} on these tokens"
     if t.time <= 0:
-        return f"{t.id} takes {percent(t.steps)} fewer steps and {percent(-t.time)} more time than {t.fixed}: its looks cost more than it saves"
+        longer = f"{percent(t.steps)} fewer steps and {percent(-t.time)} more time"
+        return f"{t.id} takes {longer} than {t.fixed}: its looks cost more than it saves"
     saved = f"{percent(t.steps)} fewer steps and {percent(t.time)} less time"
     return f"{t.id} takes {saved} than {t.fixed}: {t.share:.2f} of the work saved is saved in time"
 
