@@ -312,6 +312,8 @@ def test_calibrate(swept: Path, cli: CommandLine, tmp_path: Path) -> None:
     assert found["rules"] == [choice["id"]] and found["goal"] == {"max_accuracy_drop": 0.3} and found["task"] == "hops"
     assert found["tokens"] == {"fit": 4, "certify": 12, "report": 12} and found["bound"] == pytest.approx(choice["bound"] or 0.0)
     assert found["report"]["calibrated"]["accuracy"] <= 1
+    found_again = twoscale.calibrate(run, rule="kl", loops=4, samples=6, max_accuracy_drop=0.3)
+    assert "steps an answer, accuracy drops by at most" in repr(found_again) and "nats" not in repr(found_again)
     for words in (("--mean-steps", 3), ("--rule", "learned", "--max-accuracy-drop", 0.5)):
         assert cli("calibrate", run, "--loops", 4, "--samples", 6, *words)[0] == 0
 

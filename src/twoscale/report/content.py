@@ -73,6 +73,30 @@ SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
     ("agreement", "How often the most likely next token is that of the full run."),
     ("Pareto front", "Settings that no other, oracles aside, beats in both cost (`flops` or `ms`) and CE."),
 )
+DEPTH_GLOSSARY: tuple[tuple[str, str], ...] = (
+    (
+        "true depth",
+        "How many steps an answer of the task takes by its definition: hops of a query, or the length of a carry chain plus one.",
+    ),
+    (
+        "D@-0.5",
+        "Mean steps of the answers at a rule's certified setting: the one with the fewest steps whose accuracy is certified to lie at most "
+        "half a point below that of all loops.",
+    ),
+    (
+        "rank correlation",
+        "Spearman's, of the steps that answers take and their true depth: 1 where deeper answers always take more steps, 0 where the two "
+        "have nothing to do with each other.",
+    ),
+    ("best fixed depth", "The fewest steps, the same for every token, that are certified in the same way."),
+    ("true depths", "An oracle: every answer takes its true depth, every other token all loops."),
+    (
+        "answers alone",
+        "Only the answers leave by the rule; every other token takes all loops. It tells whether a rule fails at the answers or because it "
+        "stops tokens that they read.",
+    ),
+    ("one hit, two hits", "How many steps in a row must pass a rule's test before a token leaves."),
+)
 
 LIGHT = (
     "--ink: #1d2733; --soft: #5b6775; --line: #dde3ea; --card: #ffffff; --page: #f5f7fa; --link: #005a8d; --good: #00664b; --bad: #a33d00;"

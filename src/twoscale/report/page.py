@@ -15,7 +15,7 @@ from twoscale.config.serial import to_dict
 from twoscale.config.words import group_list, plural
 from twoscale.report.advice import recommend
 from twoscale.report.claims import Claim, judge
-from twoscale.report.content import GLOSSARY, PAPER, SWEPT_GLOSSARY, draw_script, style_sheet
+from twoscale.report.content import DEPTH_GLOSSARY, GLOSSARY, PAPER, SWEPT_GLOSSARY, draw_script, style_sheet
 from twoscale.report.depth_panels import depth_section
 from twoscale.report.depth_words import headline
 from twoscale.report.exit_claims import judge_exits
@@ -40,7 +40,7 @@ def page_html(runs: list[RunFiles], parts: list[str], dark: bool | None = None) 
     """Everything in one file: style, plotly's script, the runs one after the other; `dark` None follows the reader's system."""
     names = ", ".join(names_of(runs))
     title = html.escape(f"{names}: {'loops and exits' if any(run.sweep for run in runs) else 'loop geometry'}")
-    head = _overview(runs) + glossary(any(run.sweep for run in runs)) if len(runs) > 1 else ""
+    head = _overview(runs) + glossary(any(run.sweep for run in runs), any(run.depth for run in runs)) if len(runs) > 1 else ""
     scheme = "light dark" if dark is None else "dark" if dark else "light"
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
@@ -80,10 +80,17 @@ def _tokenizers(runs: list[RunFiles]) -> str:
     return "The models have different tokenizers: losses and times a token are not to be compared between them; bits per byte are. "
 
 
-def glossary(swept: bool) -> str:
-    """The words of the page, folded."""
-    rows = "".join(f"<dt>{prose(word)}</dt><dd>{prose(meaning)}</dd>" for word, meaning in (*GLOSSARY, *(SWEPT_GLOSSARY if swept else ())))
-    first = "the paper, CE, dCE, tau, r, nats, fixed:4, ms a token …" if swept else "the paper, loop group, r, CE, nats, DLR …"
+def glossary(swept: bool, depth: bool = False) -> str:
+    """The words of the page, folded; `depth` adds those of a task's sweep."""
+    words = (*(DEPTH_GLOSSARY if depth else ()), *GLOSSARY, *(SWEPT_GLOSSARY if swept else ()))
+    rows = "".join(f"<dt>{prose(word)}</dt><dd>{prose(meaning)}</dd>" for word, meaning in words)
+    first = (
+        "true depth, D@-0.5, rank correlation …"
+        if depth and not swept
+        else "the paper, CE, dCE, tau, r, nats, fixed:4, ms a token …"
+        if swept
+        else "the paper, loop group, r, CE, nats, DLR …"
+    )
     return f"<details id='glossary'><summary>Words on this page: {first}</summary><dl>{rows}</dl></details>"
 
 
@@ -96,7 +103,7 @@ def run_html(run: RunFiles, figures: str, prefix: str = "") -> str:
     claims, entries = claims_of(run), figures_of(run)
     head, words = recommend(run.sweep, run.calibration) if run.sweep is not None else ("", "")
     head = head if run.depth is None else headline(run.depth)
-    body = [_headline(run, claims, head, prefix), "" if prefix else glossary(run.sweep is not None)]
+    body = [_headline(run, claims, head, prefix), "" if prefix else glossary(run.sweep is not None, run.depth is not None)]
     body += [depth_section(run.depth, prefix)] if run.depth is not None else []
     body += [_section(entry, run, claims, figures, prefix) for entry in entries]
     if run.samples is not None:

@@ -62,7 +62,8 @@ class Calibration:
 
     @property
     def bound(self) -> float:
-        """The loss rises by no more than this many nats a token, but with a chance of `record["delta"]`."""
+        """The loss rises by no more than this many nats a token (on a task: the accuracy drops by no more than this), but with
+        a chance of `record["delta"]`."""
         return float(self.record["bound"])
 
     @property
@@ -78,6 +79,11 @@ class Calibration:
 
     def __repr__(self) -> str:
         rules = ", ".join(rule or "all loops" for rule in self.rules)
+        if self.record.get("task") is not None:
+            return (
+                f"Calibration({self.record['checkpoint']}, at most {self.loops} loops: {rules}; {self.mean_steps:.2f} steps an answer, "
+                f"accuracy drops by at most {100 * self.bound:.2f} points)"
+            )
         return (
             f"Calibration({self.record['checkpoint']}, at most {self.loops} loops: {rules}; {self.mean_steps:.2f} steps a group, "
             f"CE rises by at most {self.bound:.4f} nats)"
