@@ -1,7 +1,12 @@
-"""A learned controller: a tiny head for each group on cheap geometry, no logits.
+"""A learned controller: a linear head for each group, no logits.
 
 It is trained post hoc on a frozen model (`twoscale.tradeoff.controller`) to say how likely it is that more steps will lower the
-token's loss; a token leaves when that is unlikely.
+token's loss; a token leaves when that is unlikely. A head has one of two kinds of inputs, which its number of weights tells:
+
+    geometry   7 weights: the lengths of steps and the angle between them (FEATURES)
+    state      2 + 2C weights: 1, log k, the state x^(k+1), and the step x^(k+1) - x^(k)
+
+Shapes: N tokens, C width.
 """
 
 import math
@@ -30,6 +35,15 @@ def features(view: StepView) -> list[Numbers]:
     depth = torch.log(k.float()) if isinstance(k, Tensor) else math.log(k)
     relative, turned = log(beside(step, state)), cosine_of(step, last, acceleration)
     return [1.0, relative, log(beside(acceleration, state)), log(beside(step, last)), turned, depth, relative * depth]
+
+
+def state_features(view: StepView) -> list[Numbers]:
+    """The inputs of a head on the state, 2 + 2C of them; they are there from the first step on."""
+    return [1.0, _log_k(view), *view.after.unbind(dim=-1), *view.step.unbind(dim=-1)]
+
+
+def _log_k(view: StepView) -> Numbers:
+    return torch.log(view.k.double()) if isinstance(view.k, Tensor) else math.log(view.k)
 
 
 def _log(x: Numbers) -> Tensor:
@@ -62,19 +76,51 @@ class Learned(Threshold):
     @cached_property
     def heads(self) -> tuple[tuple[float, ...], ...]:
         heads: Any = self.weights or read_heads(Path(self.file))
-        if not heads or any(len(head) != len(FEATURES) or not all(math.isfinite(w) for w in head) for head in heads):
-            raise UserError(f"Learned: a head has {len(FEATURES)} finite weights, one for each of {', '.join(FEATURES)}")
+        if not heads or not all(map(is_head, heads)):
+            raise UserError(
+                f"Learned: a head has {len(FEATURES)} finite weights ({', '.join(FEATURES)}), or 2 + 2C of them for a model of width C"
+            )
         return tuple(tuple(head) for head in heads)
+
+    @cached_property
+    def _state_weights(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """For each group with a head on the state, the weights of the states after and before a step, (C,) doubles."""
+        found = {}
+        for group, head in enumerate(self.heads):
+            if len(head) != len(FEATURES):
+                of_state, of_step = torch.tensor(head[2:], dtype=torch.float64, device="cpu").chunk(2)
+                found[group] = of_state + of_step, -of_step
+        return found
 
     def measure(self, view: StepView) -> Numbers:
         if view.group >= len(self.heads):
             raise UserError(f"Learned: the controller has {len(self.heads)} heads, the model more groups: it was trained for another model")
-        score: Numbers = 0.0
-        for weight, value in zip(self.heads[view.group], features(view), strict=True):
-            score = score + weight * value
+        head = self.heads[view.group]
+        score = self._of_state(view, head) if view.group in self._state_weights else self._of_geometry(view, head)
         if isinstance(score, Tensor):
             return score.sigmoid()
         return score if score != score else 1 / (1 + math.exp(-max(-80.0, min(80.0, score))))
+
+    def _of_geometry(self, view: StepView, head: tuple[float, ...]) -> Numbers:
+        score: Numbers = 0.0
+        for weight, value in zip(head, features(view), strict=True):
+            score = score + weight * value
+        return score
+
+    def _of_state(self, view: StepView, head: tuple[float, ...]) -> Numbers:
+        """In doubles, row by row: a token's score must not depend on the rows beside it."""
+        after, before = (weight.to(view.after.device) for weight in self._state_weights[view.group])
+        if len(after) != view.after.shape[-1]:
+            raise UserError(
+                f"Learned: a head for states of width {len(after)}, the model has {view.after.shape[-1]}: it is of another model"
+            )
+        return (view.after.double() * after).sum(dim=-1) + (view.before.double() * before).sum(dim=-1) + head[0] + head[1] * _log_k(view)
+
+
+def is_head(head: Any) -> bool:
+    """Whether these are the weights of a head: finite, and as many as one of the two kinds has."""
+    known = len(head) == len(FEATURES) or (len(head) >= 4 and len(head) % 2 == 0)
+    return known and all(math.isfinite(w) for w in head)
 
 
 def read_heads(path: Path) -> tuple[tuple[float, ...], ...]:

@@ -1,12 +1,15 @@
 """Trains the heads of `exits.Learned` on a frozen model: will more steps lower this token's loss?
 
 Features are those of a full run; a step's label is whether the token's loss after that many steps (in all groups) still lies more than
-MARGIN above its loss after all of them.
+MARGIN above its loss after all of them. Two kinds of heads are fitted for each group, on the geometry of its steps and on
+the state itself; the one that tells better on sequences that neither was fitted to is kept, the smaller one if they are equal.
 
 Shapes: K steps, n tokens, F features.
 """
 
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from twoscale import exits
 from twoscale.config.files import write_json
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json
-from twoscale.exits.learned import FEATURES, features, heads_of
+from twoscale.exits.learned import FEATURES, features, heads_of, state_features
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.evaluate import evaluate
 from twoscale.tradeoff.heldout import HeldOut
@@ -27,27 +30,47 @@ from twoscale.tradeoff.signals import record_signals
 
 MARGIN = 0.01  # nats
 DECAY = 1e-3
-WINDOWS = 8  # of text: eight weights need no more
-SAMPLES = 64  # of a task
+WINDOWS = 16  # of text
+SAMPLES = 128  # of a task
+HELD_BACK = 4  # every fourth sequence is not fitted to, and chooses between the kinds of heads
+KINDS = {"geometry": features, "state": state_features}  # the simpler one first
 
 
 def train_controller(model: LoopedGPT, text: HeldOut, loops: int) -> dict[str, Any]:
     """The heads of all groups, and how well they tell: a record for controller.json."""
     started = time.perf_counter()
-    asked = text.asked.flatten()  # on a task the answers' positions alone have a loss
-    table = torch.stack([evaluate(model, text, None, k).losses.flatten()[asked] for k in range(1, loops + 1)])  # (K, n)
+    # What is not asked for on a task has no target; others may depend on it, and the model's own last prediction takes its place.
+    text = replace(text, targets=torch.where(text.asked, text.targets, evaluate(model, text, None, loops).choices))
+    table = torch.stack([evaluate(model, text, None, k).losses.flatten() for k in range(1, loops + 1)])  # (K, n)
     better = (table - table[-1] > MARGIN).float()
-    seen = record_signals(model, text, exits.Acceleration(0.0), loops, features)
+    sequence = torch.arange(len(text.ids))[:, None].expand_as(text.ids).flatten()
+    fitted = sequence % HELD_BACK != HELD_BACK - 1
+    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(model.config.n_groups)]
+    for kind, read in KINDS.items():
+        for group, values in enumerate(record_signals(model, text, exits.Acceleration(0.0), loops, read)):
+            found[group][kind] = _fitted(values, better, fitted)
     heads, told = [], []
-    for values in seen:
-        x, y = values[1:, asked].flatten(0, 1), better[1:].flatten()  # the first step has nothing to compare with
-        known = x.isfinite().all(dim=1)
-        head = fit(x[known], y[known])
-        right = ((x[known] @ head > 0).float() == y[known]).float().mean()
-        heads.append([float(f"{w:.6g}") for w in head])
-        told.append({"right": float(right), "base": float(max(y[known].mean(), 1 - y[known].mean()))})
+    for each in found:
+        kind = min(each, key=lambda kind: float(each[kind]["loss"]))
+        heads.append(each[kind]["head"])
+        told.append(
+            {"kind": kind, "right": each[kind]["right"], "base": each[kind]["base"], "loss": {k: v["loss"] for k, v in each.items()}}
+        )
     return {"features": list(FEATURES), "heads": heads, "told": told, "tokens": text.n_asked, "loops": loops,
             "margin": MARGIN, "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
+
+
+def _fitted(x: Tensor, y: Tensor, fitted: Tensor) -> dict[str, Any]:
+    """A head on features x (K, n, F) for labels y (K, n), and what it tells of the tokens that are not `fitted` (n,)."""
+    known = x.isfinite().all(dim=2)  # the geometry of the first step has nothing to compare with
+    inside, outside = known & fitted, known & ~fitted
+    head = fit(x[inside], y[inside])
+    score, labels = x[outside] @ head, y[outside]
+    unknown = y[~known & ~fitted]  # where it cannot say anything the token stays
+    loss = float(F.binary_cross_entropy_with_logits(score, labels)) if len(labels) else math.inf
+    right = (float(((score > 0).float() == labels).sum()) + float(unknown.sum())) / max(1, len(labels) + len(unknown))
+    base = float(y[:, ~fitted].mean()) if (~fitted).any() else 0.0
+    return {"head": [float(f"{w:.6g}") for w in head], "loss": loss, "right": right, "base": max(base, 1 - base)}
 
 
 def fit(x: Tensor, y: Tensor) -> Tensor:
