@@ -115,7 +115,8 @@ def test_one_entry_a_figure(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
         return figure
 
     missing = FigureEntry("absent", "Absent", "Not shown.", toy, available=lambda run: False)
-    monkeypatch.setattr(registry, "FIGURES", (registry.FIGURES[0], FigureEntry("toy", "A toy", "With `code`.", toy, claims="d"), missing))
+    norms = next(entry for entry in registry.FIGURES if entry.name == "step_norms")
+    monkeypatch.setattr(registry, "FIGURES", (norms, FigureEntry("toy", "A toy", "With `code`.", toy, claims="d"), missing))
     lines: list[str] = []
     found = report(run, tmp_path / "out", progress=lines.append)
     page = found.path.read_text()
