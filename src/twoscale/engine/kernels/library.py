@@ -49,7 +49,7 @@ _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
     "linear": [_INT] * 4 + [_PTR] * 3,
     "silu": [_INT] * 4 + [_PTR] * 2,
-    "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
+    "fill_levels": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
     "residual_norm": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "rms_norm": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
@@ -74,7 +74,7 @@ class KVView(ctypes.Structure):
     """Where rows store their keys and values, as native.c has it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("owner", "room", "position", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("sequence", "capacity", "position", "keys", "values")),
         ("longest", ctypes.c_int64),
     )
 

@@ -270,5 +270,5 @@ class NativeKernels(EagerKernels):
             return super().settle(store, k, at)
         J, capacity, D = store.shape
         level = (k - 1) % store.max_levels
-        self.library.settle(J, D, capacity, at, level, k, store.depth, *store.addresses)
+        self.library.fill_levels(J, D, capacity, at, level, k, store.depth, *store.addresses)
         return None
