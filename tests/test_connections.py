@@ -135,11 +135,11 @@ def test_slow_readers(loaded) -> None:  # type: ignore[no-untyped-def]
             sock.sendall(HEAD.replace(b"%d" % len(ASK), b"%d" % len(body)) + body)
             assert post(address, ASK)[0] == 200
             scheduler = server.worker.scheduler  # type: ignore[attr-defined]
-            wait_for(lambda: server.connections.cut == 1)  # type: ignore[attr-defined]
+            wait_for(lambda: server.connections.n_closed == 1)  # type: ignore[attr-defined]
             wait_for(lambda: not scheduler.running)
             found = answer(sock)
             assert b"200 OK" in found and b"[DONE]" not in found
-        assert post(address, ASK)[0] == 200 and scheduler.held == 0
+        assert post(address, ASK)[0] == 200 and scheduler.reserved_bytes == 0
 
 
 def test_key_before_body(loaded) -> None:  # type: ignore[no-untyped-def]

@@ -36,7 +36,7 @@ def test_greedy(rule: exits.Rule | None, kernels: str) -> None:
         alone = twoscale.generate(model, [prompt], 12, exit=rule, loops=9, kernels=kernels)
         assert (alone.tokens[0], alone.steps[0]) == (gen.tokens[i], gen.steps[i])
     every = [s for i in range(4) for s in gen.prompt_steps[i] + gen.steps[i][1:]]
-    assert gen.work == [sum(s[g] for s in every) for g in range(2)], "work is the sum of steps"
+    assert gen.loop_steps == [sum(s[g] for s in every) for g in range(2)], "loop_steps is the sum of steps"
 
 
 def test_kernels_agree() -> None:
@@ -63,7 +63,7 @@ def test_a_row_to_the_bit() -> None:
 
     model = loud(small_model())
     engine, params = Engine(model), loop_params(model, loops=6)
-    crowd, alone = [engine.open(4, params) for _ in range(7)], engine.open(4, params)
+    crowd, alone = [engine.new_cache(4, params) for _ in range(7)], engine.new_cache(4, params)
     for token in (5, 9, 2, 33):
         x, _ = engine.run([(b, cache, [token if b == 3 else b]) for b, cache in enumerate(crowd)])
         y, _ = engine.run([(0, alone, [token])])

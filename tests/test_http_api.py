@@ -15,7 +15,7 @@ from conftest import CommandLine
 from http_client import client, metrics_of, openai, post, serving, wait_for
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.engine.policy import choose_policy, cost_of
+from twoscale.engine.policy import choose_policy, interpolate_cost
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +304,7 @@ def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
         want = twoscale.generate(model, [tokenizer.encode("a state")], 20, stop=(tokenizer.eot,))
         assert [tuple(s) for s in got.choices[0].steps] == want.steps[0]
         wait_for(lambda: not scheduler.running)
-        assert scheduler.held == 0 and scheduler.counters.tokens == written + len(got.choices[0].steps)
+        assert scheduler.reserved_bytes == 0 and scheduler.counters.tokens == written + len(got.choices[0].steps)
 
 
 def test_fuzz(loaded) -> None:  # type: ignore[no-untyped-def]
@@ -336,7 +336,11 @@ def test_policy_by_cost(loaded) -> None:  # type: ignore[no-untyped-def]
     one = twoscale.LoopedGPT(dataclasses.replace(loaded[0].config, groups=((1, 2),)))
     assert [choose_policy(one, 32, curve)[0] for curve in (flat, steep)] == ["depth", "lockstep"]
     assert [choose_policy(loaded[0], 32, curve)[0] for curve in (flat, steep)] == ["lockstep", "lockstep"]
-    assert cost_of(2, {1: 1.0, 4: 4.0}) == 2.0 and cost_of(8, {1: 1.0, 4: 4.0}) == 8.0 and cost_of(0.5, {1: 1.0, 4: 4.0}) == 1.0
+    assert (
+        interpolate_cost(2, {1: 1.0, 4: 4.0}) == 2.0
+        and interpolate_cost(8, {1: 1.0, 4: 4.0}) == 8.0
+        and interpolate_cost(0.5, {1: 1.0, 4: 4.0}) == 1.0
+    )
 
 
 def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

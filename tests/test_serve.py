@@ -29,9 +29,13 @@ def test_invariance(policy: str, layout: str) -> None:
     finish(scheduler)
     for request in requests:
         check(model, request)
-    assert scheduler.held == 0 and not scheduler.running and scheduler.counters.tokens == sum(len(request.tokens) for request in requests)
+    assert (
+        scheduler.reserved_bytes == 0
+        and not scheduler.running
+        and scheduler.counters.tokens == sum(len(request.tokens) for request in requests)
+    )
     taken = [s for request in requests for s in [*request.prompt_steps, *request.steps[1:]]]
-    assert scheduler.counters.steps == [sum(s[g] for s in taken) for g in range(model.config.n_groups)]  # work = sum of steps
+    assert scheduler.counters.loop_steps == [sum(s[g] for s in taken) for g in range(model.config.n_groups)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -55,7 +59,7 @@ def test_cancelled(policy: str) -> None:
             assert request.cache is None and len(request.tokens) < 12
         else:
             check(model, request)
-    assert any(requests[i].finish == "cancelled" for i in vanish) and scheduler.held == 0
+    assert any(requests[i].finish == "cancelled" for i in vanish) and scheduler.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -71,8 +75,8 @@ def test_memory_and_order(policy: str) -> None:
         scheduler.add(request)
     for _ in range(20_000):
         working = scheduler.step()
-        assert scheduler.held <= room and len(scheduler.running) <= 4
-        assert sum(request.cache.nbytes for request in scheduler.running if request.cache is not None) <= scheduler.held
+        assert scheduler.reserved_bytes <= room and len(scheduler.running) <= 4
+        assert sum(request.cache.nbytes for request in scheduler.running if request.cache is not None) <= scheduler.reserved_bytes
         began += [request for request in requests if request.cache is not None and request not in began]
         if not working:
             break
@@ -136,4 +140,4 @@ def test_a_rule_that_breaks(policy: str) -> None:
             assert request.finish == "error" and isinstance(request.error, ZeroDivisionError) and request.cache is None
         else:
             check(model, request)
-    assert scheduler.held == 0 and not scheduler.running
+    assert scheduler.reserved_bytes == 0 and not scheduler.running

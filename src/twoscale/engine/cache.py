@@ -22,12 +22,12 @@ from torch import Tensor
 
 from twoscale.config import ModelConfig, UserError
 from twoscale.engine.kernels.base import Kernels
-from twoscale.engine.kernels.eager import EagerKernels
+from twoscale.engine.kernels.torch_ops import TorchKernels
 
 if TYPE_CHECKING:
     from twoscale.engine.request import LoopParams
 
-Place = int | slice | Tensor  # one position, a run of them, or any
+Positions = int | slice | Tensor  # one position, a run of them, or any
 
 
 CHECKED_SIZE = 64 << 20  # bytes from which a layer checks whether there is so much memory
@@ -61,25 +61,25 @@ class LayerCache:
         self.layer, self.shape, self.max_levels, self.kernels = layer, shape, levels, kernels  # (J, T, D)
         self.slot: object | None = None
         """Holds the memory of keys and values for kernels that share it between sequences."""
-        self.depth = 0  # levels that exist
+        self.n_levels = 0  # levels that exist
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
 
-    def write(self, k: int, at: Place, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
+    def write(self, k: int, at: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
         """Store keys and values (J, D), or (J, n, D) for several places; returns what a reader at step k sees: (J, end, D).
 
         `length` is that of the sequence so far.
         """
-        level = self.open_level(k, length)
+        level = self.ensure_level(k, length)
         keys, values = self.keys[level], self.values[level]
         keys[:, at], values[:, at] = key, value
         return keys[:, :end], values[:, :end]
 
-    def open_level(self, k: int, length: int) -> int:
+    def ensure_level(self, k: int, length: int) -> int:
         """The level of step k, which exists from now on."""
         level = (k - 1) % self.max_levels
-        if level >= self.depth:
-            self._deepen(level, length)
+        if level >= self.n_levels:
+            self._add_levels(level, length)
         return level
 
     def address(self, level: int) -> tuple[int, int]:
@@ -87,33 +87,33 @@ class LayerCache:
         offset = level * self.level_bytes
         return self.addresses[0] + offset, self.addresses[1] + offset
 
-    def settle(self, k: int, at: Place) -> None:
+    def fill_deeper_levels(self, k: int, at: Positions) -> None:
         """Tokens leave after step k: what they wrote there is what all deeper steps see."""
-        if k < self.depth:
+        if k < self.n_levels:
             self.kernels.settle(self, k, at)
 
-    def _deepen(self, level: int, length: int) -> None:
+    def _add_levels(self, level: int, length: int) -> None:
         """Let a level begin: for every token so far the step before was the last."""
         if level >= len(self.keys):
             levels = min(self.max_levels, max(1, 2 * len(self.keys), level + 1))
             self._check_memory(levels)
-            self._move(levels, length)
+            self._reallocate(levels, length)
             self.level_bytes = self.keys[0].nbytes
-        for new in range(self.depth, level + 1):
+        for new in range(self.n_levels, level + 1):
             if new:
                 for store in (self.keys, self.values):
                     store[new, :, :length] = store[new - 1, :, :length]
-        self.depth = level + 1
+        self.n_levels = level + 1
 
-    def _move(self, levels: int, length: int) -> None:
+    def _reallocate(self, levels: int, length: int) -> None:
         """Into memory for so many levels."""
         old = self.keys, self.values
         self.keys, self.values, slot = self.kernels.allocate(self.layer, (levels, *self.shape), old[0])
-        if self.depth:
+        if self.n_levels:
             for new, before in ((self.keys, old[0]), (self.values, old[1])):
-                new[: self.depth, :, :length] = before[: self.depth, :, :length]
+                new[: self.n_levels, :, :length] = before[: self.n_levels, :, :length]
         self.slot = slot
-        self.locate()
+        self.update_addresses()
 
     def _check_memory(self, levels: int) -> None:
         """Refuse to hold more levels than there is memory for: the system would end the process."""
@@ -133,10 +133,10 @@ class LayerCache:
         new = copy(self)
         new.kernels = kernels or self.kernels
         if len(self.keys):
-            new._move(len(self.keys), self.shape[1])
+            new._reallocate(len(self.keys), self.shape[1])
         return new
 
-    def locate(self) -> None:
+    def update_addresses(self) -> None:
         """Note where keys and values lie, after they have moved."""
         self.addresses = self.kernels.addresses(self.keys, self.values)
 
@@ -154,7 +154,7 @@ class Cache:
         """`like` has the type and the device of keys and values; fp32 on the CPU if it is not given."""
         self.capacity, self.length, self.params = capacity, 0, params
         like = torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like
-        shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or EagerKernels()
+        shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or TorchKernels()
         self.layers = [LayerCache(i, shape, n, like, kernels) for i, n in enumerate(levels_of(config, params))]
 
     def extend(self, n: int) -> int:

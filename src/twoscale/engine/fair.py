@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from twoscale.engine.request import Request, Share
+from twoscale.engine.request import Client, Request
 
 QUANTUM = 16.0  # layer applications of one row: a share may be ahead of another by this much before it lets it go first
 CACHE_ALONE, CACHE_CONTESTED = 0.75, 0.5  # of the cache that the others leave
@@ -26,22 +26,22 @@ CACHE_ALONE, CACHE_CONTESTED = 0.75, 0.5  # of the cache that the others leave
 class FairShares:
     """The order in which requests are served."""
 
-    now: float = 0.0
+    virtual_time: float = 0.0
     """Virtual time of the share that is being served."""
-    held: Counter[Share] = field(default_factory=Counter)
+    reserved: Counter[Client] = field(default_factory=Counter)
     """Bytes of cache that the running texts of each share may come to hold."""
 
     def begin(self, request: Request, size: int) -> None:
         """A text begins to run, with so many bytes of cache."""
-        if request.share not in self.held:
-            request.share.work = max(request.share.work, self.now)
-        self.held[request.share] += size
+        if request.client not in self.reserved:
+            request.client.virtual_time = max(request.client.virtual_time, self.virtual_time)
+        self.reserved[request.client] += size
 
     def end(self, request: Request, size: int) -> None:
         """A text has ended."""
-        self.held[request.share] -= size
-        if self.held[request.share] <= 0:
-            del self.held[request.share]
+        self.reserved[request.client] -= size
+        if self.reserved[request.client] <= 0:
+            del self.reserved[request.client]
 
     def next(
         self, waiting: Iterable[Request], running: Sequence[Request], max_num_seqs: int, cache: float, size: Callable[[Request], int]
@@ -50,51 +50,51 @@ class FairShares:
 
         A share without a running text is not overtaken where its cache does not fit yet.
         """
-        texts = Counter(request.share for request in running)
-        if len(texts) >= max_num_seqs:  # each of them is another client's
+        n_running = Counter(request.client for request in running)
+        if len(n_running) >= max_num_seqs:  # each of them is another client's
             return None
-        firsts: dict[Share, Request] = {}
+        firsts: dict[Client, Request] = {}
         for request in waiting:
-            firsts.setdefault(request.share, request)
-        contested = len(texts.keys() | firsts.keys()) > 1
-        free = cache - self.held.total()
-        for share, request in sorted(firsts.items(), key=lambda entry: texts[entry[0]]):
-            need, own = size(request), self.held[share]
-            if not texts[share]:
+            firsts.setdefault(request.client, request)
+        contested = len(n_running.keys() | firsts.keys()) > 1
+        free = cache - self.reserved.total()
+        for client, request in sorted(firsts.items(), key=lambda entry: n_running[entry[0]]):
+            need, own = size(request), self.reserved[client]
+            if not n_running[client]:
                 return request if need <= free else None
             cache_limit = (CACHE_CONTESTED if contested else CACHE_ALONE) * (own + free)
             limit = max(1, max_num_seqs // 2) if contested else max_num_seqs
-            if len(running) < max_num_seqs and texts[share] < limit and own + need <= cache_limit:
+            if len(running) < max_num_seqs and n_running[client] < limit and own + need <= cache_limit:
                 return request
         return None
 
 
-def ahead(texts: Mapping[Share, Sequence[object]]) -> list[Share]:
+def clients_ahead(n_running: Mapping[Client, Sequence[object]]) -> list[Client]:
     """The shares with several texts that are ahead of another one by more than QUANTUM."""
-    least = min(share.work for share in texts)
-    return [share for share, own in texts.items() if len(own) > 1 and share.work > least + QUANTUM]
+    least = min(client.virtual_time for client in n_running)
+    return [client for client, own in n_running.items() if len(own) > 1 and client.virtual_time > least + QUANTUM]
 
 
-def select(requests: Sequence[Request], rows: int, beside: Sequence[Request] = ()) -> list[Request]:
+def select_for_batch(requests: Sequence[Request], rows: int, in_flight: Sequence[Request] = ()) -> list[Request]:
     """Texts for one round, at most `rows`; shares take turns, the one that has had the least first. `beside` are in flight already.
 
     Beyond its first text a share has no more of them than all others have together. One with several texts that is ahead of the others has
     none: it has a round when they have caught up with it.
     """
-    by_share: dict[Share, list[Request]] = {}
+    by_client: dict[Client, list[Request]] = {}
     for request in requests:
-        by_share.setdefault(request.share, []).append(request)
-    if len(by_share) == 1 and not beside:
+        by_client.setdefault(request.client, []).append(request)
+    if len(by_client) == 1 and not in_flight:
         return list(requests[:rows])
-    everybody: dict[Share, list[Request]] = {share: list(own) for share, own in by_share.items()}
-    for request in beside:
-        everybody.setdefault(request.share, []).append(request)
-    for share in ahead(everybody):
-        by_share.pop(share, None)
-    shares = sorted(by_share, key=lambda share: share.work)
-    if sum(map(len, by_share.values())) > len(shares):
-        largest = max(shares, key=lambda share: len(by_share[share]))
-        others = sum(len(by_share[share]) for share in shares if share is not largest)
-        del by_share[largest][max(1, others) :]
-    turns = zip_longest(*(by_share[share] for share in shares))
+    all_requests: dict[Client, list[Request]] = {client: list(own) for client, own in by_client.items()}
+    for request in in_flight:
+        all_requests.setdefault(request.client, []).append(request)
+    for client in clients_ahead(all_requests):
+        by_client.pop(client, None)
+    clients = sorted(by_client, key=lambda client: client.virtual_time)
+    if sum(map(len, by_client.values())) > len(clients):
+        largest = max(clients, key=lambda client: len(by_client[client]))
+        others = sum(len(by_client[client]) for client in clients if client is not largest)
+        del by_client[largest][max(1, others) :]
+    turns = zip_longest(*(by_client[client] for client in clients))
     return [request for texts_ in turns for request in texts_ if request is not None][:rows]

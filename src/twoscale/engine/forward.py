@@ -97,8 +97,8 @@ def _with_exits(
         params = replace(params, kv="last")
     elif max(lengths) >= MIN_WARNED_PASSES:
         warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=4)
-    feeds = [(b, engine.open(n, params), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
-    states, steps = engine.run(feeds, None if start is None else [x.to(engine.device)[real] for x in start])
+    inputs = [(b, engine.new_cache(n, params), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
+    states, steps = engine.run(inputs, None if start is None else [x.to(engine.device)[real] for x in start])
     logits = engine.model.head(states).float()
     if bool(real.all()):
         return logits.view(*tokens.shape, -1), steps.view(*tokens.shape, -1)

@@ -17,7 +17,7 @@ from twoscale.config.show import OneLine
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.kernels import KernelName
-from twoscale.engine.request import LoopParams, Request, SamplingParams, Share, loop_params, split_stop
+from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params, split_stop
 from twoscale.engine.scheduler import Scheduler, run_until_done
 from twoscale.engine.text import TextStream
 from twoscale.exits import Exit
@@ -42,7 +42,7 @@ class Generation(OneLine):
     """For each token of the prompt, its steps; the last entry is also the first of `steps`."""
     finish: list[str]
     """Why each text ended: `stop` or `length`."""
-    work: list[int]
+    loop_steps: list[int]
     """Applications of each group's map to one token, in all: the sum of all steps."""
     cache_bytes: int
     """What keys and values held at the most, over all texts."""
@@ -79,19 +79,19 @@ def generate(
     `stop` ends its text. `callback(row, token, steps)` is called for every new token as it comes. `seed` fixes the start states and the
     draws; texts with the same prompt in one batch draw differently. With a `tokenizer` prompts and stops may be strings.
     """
-    ended_by, stop_strings = split_stop(stop)
-    sampling = SamplingParams(temperature, top_k, top_p, seed, max_new_tokens, ended_by, stop_strings, logprobs)
+    stop_token_ids, stop_strings = split_stop(stop)
+    sampling = SamplingParams(temperature, top_k, top_p, seed, max_new_tokens, stop_token_ids, stop_strings, logprobs)
     params = loop_params(model, exit=exit, loops=loops, kv=kv, seed=seed)
     scheduler = offline_scheduler(model, kernels)
     requests = make_requests(model, ids, sampling, params, tokenizer)
-    streams = [follow(request, tokenizer, callback) for request in requests]
+    streams = [track_tokens(request, tokenizer, callback) for request in requests]
     run_until_done(scheduler, requests)
     return Generation(
         [r.tokens for r in requests],
         [r.steps for r in requests],
         [r.prompt_steps for r in requests],
         [r.finish for r in requests],
-        list(scheduler.engine.work),
+        list(scheduler.engine.loop_steps),
         scheduler.max_cache_bytes,
         None if logprobs is None else [r.logprobs for r in requests],
         None if tokenizer is None else [s.text for s in streams if s is not None],
@@ -131,15 +131,15 @@ def make_requests(
         raise UserError("a stop string needs the model's tokenizer: give tokenizer=, or stop at token ids")
     tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
     prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    seen: Counter[tuple[int, ...]] = Counter()
-    requests, share = [], Share()
+    copies: Counter[tuple[int, ...]] = Counter()
+    requests, client = [], Client()
     for i, prompt in enumerate(prompts):
-        requests.append(Request(prompt, sampling, params, stream=seen[tuple(prompt)], sequence=i, share=share))
-        seen[tuple(prompt)] += 1
+        requests.append(Request(prompt, sampling, params, sample_index=copies[tuple(prompt)], batch_index=i, client=client))
+        copies[tuple(prompt)] += 1
     return requests
 
 
-def follow(request: Request, tokenizer: Tokenizer | None, callback: Callback | None = None) -> TextStream | None:
+def track_tokens(request: Request, tokenizer: Tokenizer | None, callback: Callback | None = None) -> TextStream | None:
     """Call the callback for every new token, and end the request at a stop string; returns its text."""
     sampling = request.sampling
     text = None if tokenizer is None else TextStream(tokenizer, request.prompt, sampling.stop, sampling.stop_token_ids)
@@ -154,7 +154,7 @@ def follow(request: Request, tokenizer: Tokenizer | None, callback: Callback | N
             if text is not None:
                 text.add(token)
             if callback is not None:
-                callback(request.sequence, token, steps)
+                callback(request.batch_index, token, steps)
         if text is not None and request.finish:
             text.finish()
         if text is not None and text.stopped:

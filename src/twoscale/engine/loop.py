@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class ExitedRows:
     """Rows that have left a group; each part of `rows` says how many steps it took (`k`)."""
 
     rows: Rows
@@ -48,21 +48,21 @@ class Loop:
         g = self.group.index
         for part in rows.parts:
             part.k = 0
-        x = (self.engine.start(g, e, rows) if start is None else start.to(e)).contiguous()
+        x = (self.engine.start_states(g, e, rows) if start is None else start.to(e)).contiguous()
         injected = self.group.inject(e)
         self.rules.admit(rows)
         if self.rows is not None:
-            rows, x = self.rows.join(rows), torch.cat((self.x, x))
+            rows, x = self.rows.concat(rows), torch.cat((self.x, x))
             injected = None if injected is None or self.injected is None else torch.cat((self.injected, injected))
-        self._hold(rows, x, injected)
+        self._set_rows(rows, x, injected)
 
-    def _hold(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
+    def _set_rows(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
         self.rows, self.x, self.injected = rows, x, injected
         self.rope = self.engine.rope(rows)
         self.attention = rows.attention(self.layers.start, len(self.layers))
         self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
 
-    def _empty(self) -> None:
+    def _clear(self) -> None:
         failures, self.rows = self.rules.failures, None
         self.rules = RowRules(self.group.index, self.engine.kernels)
         self.rules.failures = failures
@@ -71,18 +71,18 @@ class Loop:
         """Remove rows without a result: one bool for each row."""
         stay = [i for i, dropped in enumerate(gone) if not dropped]
         if not stay:
-            self._empty()
+            self._clear()
         elif len(stay) < len(gone):
-            self._stay(torch.tensor(stay, dtype=torch.int64, device=self.engine.device))
+            self._keep(torch.tensor(stay, dtype=torch.int64, device=self.engine.device))
 
-    def _stay(self, stay: Tensor) -> None:
+    def _keep(self, stay: Tensor) -> None:
         """Only the rows of `stay`, ascending int64."""
         assert self.rows is not None
-        self.rules.take(stay)
+        self.rules.keep(stay)
         injected = None if self.injected is None else self.injected.index_select(0, stay)
-        self._hold(self.rows.take(stay), self.x.index_select(0, stay), injected)
+        self._set_rows(self.rows.select(stay), self.x.index_select(0, stay), injected)
 
-    def advance(self) -> Finished | None:
+    def advance(self) -> ExitedRows | None:
         """Apply the map once to every row; returns those that have left, if any."""
         rows, before, engine = self.rows, self.x, self.engine
         assert rows is not None
@@ -90,44 +90,46 @@ class Loop:
         for part, limit in zip(rows.parts, self.max_steps, strict=True):
             part.k += 1
             at_limit = at_limit or part.k >= limit
-        x = before if engine.config.noise == "start" else self.group.stir(before, self._step_noise(rows))
+        x = before if engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
         injected = None if self.injected is None else self.injected[None]
         after = self.group.step(x[None], injected, self.rope, self.attention)[0]
-        engine.work[self.group.index] += rows.n
-        passed, keeps = self.rules.update(rows, before, after, self._read)
+        engine.loop_steps[self.group.index] += rows.n
+        exits, keep_previous = self.rules.update(rows, before, after, self._read)
         if rows.n == 1:
-            if not (passed or at_limit):
+            if not (exits or at_limit):
                 self.x = after
                 return None
-            return self._all_leave(rows, before if keeps else after)
-        return self._some_leave(rows, before, after, passed, keeps, at_limit)
+            return self._exit_all(rows, before if keep_previous else after)
+        return self._exit_some(rows, before, after, exits, keep_previous, at_limit)
 
-    def _all_leave(self, rows: Rows, kept: Tensor) -> Finished:
-        rows.settle(self.layers)
-        self._empty()
-        return Finished(rows, self.group.leave(kept))
+    def _exit_all(self, rows: Rows, kept: Tensor) -> ExitedRows:
+        rows.fill_deeper_levels(self.layers)
+        self._clear()
+        return ExitedRows(rows, self.group.leave(kept))
 
-    def _some_leave(
-        self, rows: Rows, before: Tensor, after: Tensor, passed: Tensor | bool, keeps: Tensor | bool, at_limit: bool
-    ) -> Finished | None:
+    def _exit_some(
+        self, rows: Rows, before: Tensor, after: Tensor, exits: Tensor | bool, keep_previous: Tensor | bool, at_limit: bool
+    ) -> ExitedRows | None:
         """Release the rows that have passed their rule or taken all their steps."""
-        leaves = torch.full((rows.n,), passed, device=after.device) if isinstance(passed, bool) else passed
+        exit_mask = torch.full((rows.n,), exits, device=after.device) if isinstance(exits, bool) else exits
         if at_limit:
             ended = [part.k >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
-            leaves = leaves | torch.tensor(ended, device=after.device)
-        gone = leaves.nonzero().flatten()
+            exit_mask = exit_mask | torch.tensor(ended, device=after.device)
+        gone = exit_mask.nonzero().flatten()
         if not len(gone):
             self.x = after
             return None
-        kept = after if keeps is False else torch.where(torch.as_tensor(keeps, device=after.device)[..., None], before, after)
+        kept = (
+            after if keep_previous is False else torch.where(torch.as_tensor(keep_previous, device=after.device)[..., None], before, after)
+        )
         if len(gone) == rows.n:
-            return self._all_leave(rows, kept)
-        left = rows.take(gone)
-        left.settle(self.layers)
-        finished = Finished(left, self.group.leave(kept.index_select(0, gone)))
+            return self._exit_all(rows, kept)
+        left = rows.select(gone)
+        left.fill_deeper_levels(self.layers)
+        exited = ExitedRows(left, self.group.leave(kept.index_select(0, gone)))
         self.x = kept
-        self._stay((~leaves).nonzero().flatten())
-        return finished
+        self._keep((~exit_mask).nonzero().flatten())
+        return exited
 
     def _step_noise(self, rows: Rows) -> Tensor:
         """Noise for this step of every row (noise="every_step")."""
@@ -147,6 +149,6 @@ class Loop:
         last = len(model.stages) - 1
         if how == "coda" and not isinstance(model.stages[last], LoopGroup):
             # The keys and values that this writes are provisional: the next reading and the token itself overwrite them.
-            assert rows.one_each, "reading through the coda goes token by token"
-            x = self.engine.plain(last, self.group.leave(x), rows)
+            assert rows.one_row_per_part, "reading through the coda goes token by token"
+            x = self.engine.run_plain_stage(last, self.group.leave(x), rows)
         return model.head(x)

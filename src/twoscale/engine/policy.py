@@ -13,27 +13,27 @@ from itertools import pairwise
 from statistics import median
 
 from twoscale.config import UserError
+from twoscale.engine.batch import Batch
 from twoscale.engine.engine import Engine
-from twoscale.engine.pipeline import Pipeline
 from twoscale.engine.request import loop_params
 from twoscale.model import LoopedGPT
 
-MIN_PATIENCE, PATIENCE = 16, 2.0
+MIN_WAIT_CALLS, MAX_WAIT_FACTOR = 16, 2.0
 
 
 class Policy:
     """How tokens go through a pipeline."""
 
-    joins = False
+    joins_running_batch = False
     """Whether tokens may enter while others are in flight."""
-    calls_at_once = True
+    loop_until_exit = True
     """Whether a loop is applied until rows leave it; else there is a new choice after every call."""
 
-    def stage(self, pipeline: Pipeline) -> int:
+    def stage(self, batch: Batch) -> int:
         """The stage of the next call."""
         raise NotImplementedError
 
-    def split_at(self, pipeline: Pipeline) -> float:
+    def split_after_calls(self, batch: Batch) -> float:
         """The number of calls of the pipeline after which the rows at its first stage no longer keep the others waiting."""
         return math.inf
 
@@ -45,23 +45,23 @@ class Lockstep(Policy):
     inside become a round of their own, so a request with many loops does not hold up the others.
     """
 
-    def stage(self, pipeline: Pipeline) -> int:
-        return pipeline.lowest
+    def stage(self, batch: Batch) -> int:
+        return batch.lowest
 
-    def split_at(self, pipeline: Pipeline) -> float:
-        stage = pipeline.lowest
-        later = [w for at, waiting in pipeline.waiting.items() if at > stage for w in waiting]
-        return min((w.arrived + max(MIN_PATIENCE, PATIENCE * w.steps) for w in later), default=math.inf)
+    def split_after_calls(self, batch: Batch) -> float:
+        stage = batch.lowest
+        later = [w for at, waiting in batch.waiting.items() if at > stage for w in waiting]
+        return min((w.arrived + max(MIN_WAIT_CALLS, MAX_WAIT_FACTOR * w.steps) for w in later), default=math.inf)
 
 
 class Depth(Policy):
     """Every call takes the rows of one stage: the one where most of them are, the latest stage among equals."""
 
-    joins = True
-    calls_at_once = False
+    joins_running_batch = True
+    loop_until_exit = False
 
-    def stage(self, pipeline: Pipeline) -> int:
-        rows = pipeline.occupancy()
+    def stage(self, batch: Batch) -> int:
+        rows = batch.occupancy()
         return max(rows, key=lambda stage: (rows[stage], stage))
 
 
@@ -83,22 +83,22 @@ def cost_curve(model: LoopedGPT, max_num_seqs: int, loops: int = 4) -> dict[int,
     """Seconds of one loop step (a whole pass over its steps) with 1, 2, 4, ... rows, taking turns."""
     engine, params = Engine(model), loop_params(model, loops=loops)
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n < max_num_seqs] + [max_num_seqs]
-    caches = [engine.open(2, params) for _ in range(max_num_seqs)]
+    caches = [engine.new_cache(2, params) for _ in range(max_num_seqs)]
     engine.run([(0, cache, [0]) for cache in caches])  # makes their levels, which is not counted
     times: dict[int, list[float]] = {n: [] for n in sizes}
     steps = loops * model.config.n_groups
     for _ in range(REPEATS + 1):
         for n in sizes:
-            feeds = [(0, cache, [i % model.config.vocab_size]) for i, cache in enumerate(caches[:n])]
+            inputs = [(0, cache, [i % model.config.vocab_size]) for i, cache in enumerate(caches[:n])]
             started = time.perf_counter()
-            engine.run(feeds)
+            engine.run(inputs)
             times[n].append((time.perf_counter() - started) / steps)
             for cache in caches:
                 cache.rewind(1)
     return {n: median(values[1:]) for n, values in times.items()}
 
 
-def cost_of(rows: float, curve: dict[int, float]) -> float:
+def interpolate_cost(rows: float, curve: dict[int, float]) -> float:
     """The cost of a call with a number of rows, in a line between those that were measured."""
     known = sorted(curve)
     if rows <= known[0]:
@@ -119,10 +119,10 @@ def choose_policy(model: LoopedGPT, max_num_seqs: int, curve: dict[int, float] |
         return "lockstep", "lockstep (the model has no loops)"
     curve = curve or cost_curve(model, max_num_seqs)
     low, high = EXPECTED_STEPS
-    left = [max_num_seqs * (min(high, high - k + 1) / (high - low + 1) if k > low else 1.0) for k in range(1, high + 1)]
-    lockstep = sum(cost_of(n, curve) for n in left) / sum(left)
-    part = max_num_seqs / max(1, model.config.n_groups)
-    depth = cost_of(part, curve) / max(1.0, part)
+    rows_left = [max_num_seqs * (min(high, high - k + 1) / (high - low + 1) if k > low else 1.0) for k in range(1, high + 1)]
+    lockstep = sum(interpolate_cost(n, curve) for n in rows_left) / sum(rows_left)
+    rows_per_call = max_num_seqs / max(1, model.config.n_groups)
+    depth = interpolate_cost(rows_per_call, curve) / max(1.0, rows_per_call)
     policy = "depth" if depth < MIN_GAIN * lockstep else "lockstep"
     shown = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in curve.items())
     costs = f"a row's step {1e6 * lockstep:.0f} us in lockstep, {1e6 * depth:.0f} us by depth"

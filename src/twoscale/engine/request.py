@@ -22,11 +22,11 @@ from twoscale.model import LoopedGPT
 from twoscale.model.noise import fold
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_int(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -51,19 +51,19 @@ class SamplingParams:
     """Record the log-probability of each new token, and of this many of the likeliest ones."""
 
     def __post_init__(self) -> None:
-        if not _number(self.temperature) or not 0 <= self.temperature <= 1000:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= 1000:
             raise UserError(f"temperature = {self.temperature!r}: a number from 0 (the most likely token) to 1000")
-        if self.top_k is not None and not _whole(self.top_k, 1):
+        if self.top_k is not None and not _is_int(self.top_k, 1):
             raise UserError(f"top_k = {self.top_k!r}: a whole number of at least 1, or None")
-        if self.top_p is not None and (not _number(self.top_p) or not 0 < self.top_p <= 1):
+        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise UserError(f"top_p = {self.top_p!r}: a probability above 0 and up to 1, or None")
-        if not _whole(self.seed, -math.inf):  # type: ignore[arg-type]
+        if not _is_int(self.seed, -math.inf):  # type: ignore[arg-type]
             raise UserError(f"seed = {self.seed!r}: a whole number")
-        if not _whole(self.max_new_tokens, 1):
+        if not _is_int(self.max_new_tokens, 1):
             raise UserError(f"max_new_tokens = {self.max_new_tokens!r}: a whole number of at least 1")
-        if self.logprobs is not None and not _whole(self.logprobs, 0):
+        if self.logprobs is not None and not _is_int(self.logprobs, 0):
             raise UserError(f"logprobs = {self.logprobs!r}: a whole number of at least 0, or None")
-        if not all(_whole(token, 0) for token in self.stop_token_ids):
+        if not all(_is_int(token, 0) for token in self.stop_token_ids):
             raise UserError(f"stop_token_ids = {sorted(map(str, self.stop_token_ids))}: token ids are whole numbers of at least 0")
         if isinstance(self.stop, str) or not all(isinstance(word, str) and word for word in self.stop):
             raise UserError(f"stop = {self.stop!r}: strings that are not empty")
@@ -118,22 +118,22 @@ class Draw:
     """Settings and key of one draw."""
 
     params: SamplingParams
-    stream: int = 0
+    sample_index: int = 0
     """Tells texts apart that share a seed."""
-    index: int = 0
+    token_index: int = 0
     """Number of the token in its text."""
 
     @property
     def uniform(self) -> float:
         """A number in (0, 1) with 53 random bits."""
-        return ((fold(self.params.seed, self.stream, self.index) >> 11) + 0.5) * 2.0**-53
+        return ((fold(self.params.seed, self.sample_index, self.token_index) >> 11) + 0.5) * 2.0**-53
 
 
 @dataclass(eq=False)
-class Share:
+class Client:
     """What a client has had of the engine; all texts of one HTTP request have the same share. See `fair`."""
 
-    work: float = 0.0
+    virtual_time: float = 0.0
     """Layer applications to one row, counted from the virtual time at which it began."""
 
 
@@ -144,13 +144,13 @@ class Request(OneLine):
     prompt: list[int]
     sampling: SamplingParams
     params: LoopParams
-    stream: int = 0
+    sample_index: int = 0
     """Tells texts apart that share a prompt and a seed."""
-    sequence: int = 0
+    batch_index: int = 0
     """Place in the caller's batch, for rules that draw by it."""
     on_token: Callable[["Request"], Any] | None = None
     """Called in the scheduler's thread after every new token and at the end. It may end the request by setting `finish`."""
-    share: Share = field(default_factory=Share)
+    client: Client = field(default_factory=Client)
 
     tokens: list[int] = field(default_factory=list)
     steps: list[tuple[int, ...]] = field(default_factory=list)
@@ -195,7 +195,7 @@ class Request(OneLine):
     @property
     def draw(self) -> Draw:
         """Settings and key of its next token."""
-        return Draw(self.sampling, self.stream, len(self.tokens))
+        return Draw(self.sampling, self.sample_index, len(self.tokens))
 
     def append(self, token: int, logits: Tensor, steps: tuple[int, ...]) -> None:
         """One more token, sampled from logits (V,)."""

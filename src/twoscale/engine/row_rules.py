@@ -27,7 +27,7 @@ class Segment:
     """Their places among all rows, ascending."""
     index: Tensor | None = None
     """The same as int64 (n,); None where they are all rows."""
-    taken: Rows | None = None
+    selected: Rows | None = None
     """These rows by themselves."""
 
 
@@ -55,9 +55,9 @@ class RowRules:
                 if segment.state is not None:
                     segment.state.admit(len(segment.rows), len(new))
                 segment.rows += new
-        self._index()
+        self._clear_indices()
 
-    def take(self, stay: Tensor) -> None:
+    def keep(self, stay: Tensor) -> None:
         """Only these rows (ascending int64) stay."""
         if len(self.segments) == 1:
             if (state := self.segments[0].state) is not None:
@@ -73,11 +73,11 @@ class RowRules:
             segment.rows = [places[segment.rows[i]] for i in kept]
         self.segments = [segment for segment in self.segments if segment.rows]
         self.n = len(places)
-        self._index()
+        self._clear_indices()
 
-    def _index(self) -> None:
+    def _clear_indices(self) -> None:
         for segment in self.segments:
-            segment.index = segment.taken = None
+            segment.index = segment.selected = None
 
     def update(self, rows: Rows, before: Tensor, after: Tensor, read: Read) -> tuple[Tensor | bool, Tensor | bool]:
         """Which rows leave after the step from `before` to `after` (N, C), and which of them keep the state before it.
@@ -88,22 +88,22 @@ class RowRules:
             state = self.segments[0].state
             if state is None:
                 return False, False
-            passed = self._update(state, rows, before, after, read)
-            return passed, passed if state.rule.keep == "previous" else False
-        leaves = torch.zeros(rows.n, dtype=torch.bool, device=after.device)
-        keeps: Tensor | bool = False
+            fired = self._update(state, rows, before, after, read)
+            return fired, fired if state.rule.keep == "previous" else False
+        exits = torch.zeros(rows.n, dtype=torch.bool, device=after.device)
+        keep_previous: Tensor | bool = False
         for segment in self.segments:
             if (state := segment.state) is None:
                 continue
-            if segment.index is None or segment.taken is None:
+            if segment.index is None or segment.selected is None:
                 segment.index = torch.tensor(segment.rows, dtype=torch.int64, device=after.device)
-                segment.taken = rows.take(segment.index)
-            passed = self._update(state, segment.taken, before.index_select(0, segment.index), after.index_select(0, segment.index), read)
-            leaves[segment.index] = torch.as_tensor(passed, device=after.device)
+                segment.selected = rows.select(segment.index)
+            fired = self._update(state, segment.selected, before.index_select(0, segment.index), after.index_select(0, segment.index), read)
+            exits[segment.index] = torch.as_tensor(fired, device=after.device)
             if state.rule.keep == "previous":
-                keeps = torch.zeros_like(leaves) if isinstance(keeps, bool) else keeps
-                keeps[segment.index] = leaves[segment.index]
-        return leaves, keeps
+                keep_previous = torch.zeros_like(exits) if isinstance(keep_previous, bool) else keep_previous
+                keep_previous[segment.index] = exits[segment.index]
+        return exits, keep_previous
 
     def _update(self, state: RuleState, rows: Rows, before: Tensor, after: Tensor, read: Read) -> Tensor | bool:
         """A rule that raises harms the rows of its own requests alone."""

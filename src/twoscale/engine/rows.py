@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twoscale.engine.cache import Cache, Place
+from twoscale.engine.cache import Cache, Positions
 from twoscale.engine.kernels import Kernels, RowKernels
 from twoscale.model.group import Layers
 from twoscale.model.layers import Rope
@@ -25,10 +25,10 @@ from twoscale.model.layers import Rope
 class Part:
     """The rows of one sequence that go through the network together: one token, or a chunk of a prompt."""
 
-    sequence: int
+    batch_index: int
     """Place in the caller's batch."""
     cache: Cache
-    at: Place
+    at: Positions
     """The rows' positions."""
     count: int
     end: int
@@ -37,14 +37,14 @@ class Part:
     """Applications of the current group's map so far."""
     causal: bool = False
     """Whether the rows are all of positions 0 .. end - 1, and need no mask."""
-    owner: Any = None
+    in_flight: Any = None
     """What the rows belong to, for whoever made the part."""
 
 
-def part_of(sequence: int, cache: Cache, first: int, count: int, owner: Any = None) -> Part:
+def make_part(batch_index: int, cache: Cache, first: int, count: int, in_flight: Any = None) -> Part:
     """The part for `count` tokens from position `first` on."""
     at = first if count == 1 else slice(first, first + count)
-    return Part(sequence, cache, at, count, first + count, causal=count > 1 and first == 0, owner=owner)
+    return Part(batch_index, cache, at, count, first + count, causal=count > 1 and first == 0, in_flight=in_flight)
 
 
 class Rows:
@@ -64,7 +64,7 @@ class Rows:
     @property
     def k(self) -> Tensor:
         """Applications so far, (N,)."""
-        return self._each([part.k for part in self.parts])
+        return self._per_row([part.k for part in self.parts])
 
     @property
     def same_k(self) -> int | None:
@@ -74,52 +74,52 @@ class Rows:
 
     @cached_property
     def sequences(self) -> Tensor:
-        return self._each([part.sequence for part in self.parts])
+        return self._per_row([part.batch_index for part in self.parts])
 
     @cached_property
-    def owners(self) -> Tensor:
+    def part_indices(self) -> Tensor:
         """The number of each row's part, (N,)."""
-        return self._each(list(range(len(self.parts))))
+        return self._per_row(list(range(len(self.parts))))
 
     @cached_property
     def longest(self) -> int:
         return max(part.end for part in self.parts)
 
     @property
-    def one_each(self) -> bool:
+    def one_row_per_part(self) -> bool:
         """Whether every part is a single token."""
         return len(self.parts) == self.n
 
-    def _each(self, values: list[int]) -> Tensor:
+    def _per_row(self, values: list[int]) -> Tensor:
         each = torch.tensor(values, device=self.ids.device)
-        if self.one_each:
+        if self.one_row_per_part:
             return each
         return each.repeat_interleave(torch.tensor([part.count for part in self.parts], device=self.ids.device))
 
-    def take(self, stay: Tensor) -> "Rows":
+    def select(self, stay: Tensor) -> "Rows":
         """Only the rows of `stay`, ascending int64."""
-        if self.one_each:
+        if self.one_row_per_part:
             parts = [self.parts[i] for i in stay.tolist()]
         else:
             parts = []
-            for part, chosen in self._pieces(stay):
+            for part, chosen in self._rows_by_part(stay):
                 if len(chosen) == part.count:
                     parts.append(part)
                 elif len(chosen):
-                    parts.append(_some(part, self.positions[chosen]))
+                    parts.append(_subset(part, self.positions[chosen]))
         return Rows(parts, self.ids[:, stay], self.kernels)
 
-    def join(self, others: "Rows") -> "Rows":
+    def concat(self, others: "Rows") -> "Rows":
         """These rows, then the others."""
         return Rows(self.parts + others.parts, torch.cat((self.ids, others.ids), dim=1), self.kernels)
 
-    def settle(self, layers: range) -> None:
+    def fill_deeper_levels(self, layers: range) -> None:
         """These rows have taken their last step in these layers: what they wrote is what deeper steps find."""
         for part in self.parts:
             for layer in layers:
-                part.cache.layers[layer].settle(part.k, part.at)
+                part.cache.layers[layer].fill_deeper_levels(part.k, part.at)
 
-    def _pieces(self, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    def _rows_by_part(self, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """Each part and those of its rows that are among `rows`."""
         numbers = rows.tolist()
         first = low = 0
@@ -129,15 +129,15 @@ class Rows:
             first, low = first + part.count, high
 
     @cached_property
-    def _bound(self) -> RowKernels:
+    def _row_kernels(self) -> RowKernels:
         return self.kernels.bind(self)
 
     def attention(self, first_layer: int, layers: int) -> Layers:
         """The attention of `layers` layers from `first_layer` on: rows write their keys and values, and attend to their own sequence."""
-        return [self._bound.attention(first_layer + i) for i in range(layers)].__getitem__
+        return [self._row_kernels.attention(first_layer + i) for i in range(layers)].__getitem__
 
 
-def joined(several: Iterable[Rows]) -> Rows:
+def concat_rows(several: Iterable[Rows]) -> Rows:
     """All of them as one, in order."""
     first, *others = several
     if not others:
@@ -146,8 +146,8 @@ def joined(several: Iterable[Rows]) -> Rows:
     return Rows(parts, torch.cat([rows.ids for rows in (first, *others)], dim=1), first.kernels)
 
 
-def _some(part: Part, positions: Tensor) -> Part:
+def _subset(part: Part, positions: Tensor) -> Part:
     """Some rows of a part: what a token attends to does not change when others leave."""
     last = int(positions[-1])
-    at: Place = last if len(positions) == 1 else positions
-    return Part(part.sequence, part.cache, at, len(positions), last + 1, part.k, owner=part.owner)
+    at: Positions = last if len(positions) == 1 else positions
+    return Part(part.batch_index, part.cache, at, len(positions), last + 1, part.k, in_flight=part.in_flight)

@@ -34,10 +34,10 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     if len(draws) != logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits and {len(draws)} draws")
     library = native() if logits.device.type == "cpu" else None
-    return _by_torch(logits, draws) if library is None else _by_kernel(library, logits, draws)
+    return _sample_torch(logits, draws) if library is None else _sample_native(library, logits, draws)
 
 
-def _by_kernel(library: Library, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def _sample_native(library: Library, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """One call of sample.c for all rows."""
     n, V = logits.shape
     logits = logits.to(torch.float32).contiguous()
@@ -48,31 +48,31 @@ def _by_kernel(library: Library, logits: Tensor, draws: Sequence[Draw]) -> Sampl
     u = [d.uniform if d.params.temperature else 0.5 for d in draws]
     threads = min(n, threads_to_use())
     size = threads * (4 * V + 2 * -(-V // 64))
-    tokens, finite = _numbers([0] * n, torch.int64), _numbers([0] * n, torch.int32)
+    tokens, finite = _tensor([0] * n, torch.int64), _tensor([0] * n, torch.int32)
     settings = (
-        _numbers(temperature, torch.float32),
-        _numbers(top_k, torch.int32),
-        _numbers(top_p, torch.float64),
-        _numbers(u, torch.float64),
+        _tensor(temperature, torch.float32),
+        _tensor(top_k, torch.int32),
+        _tensor(top_p, torch.float64),
+        _tensor(u, torch.float64),
     )
-    work = floats(size)
-    places = [pointer(x, n, x.dtype) for x in (*settings, tokens, finite)]
-    library.sample(threads, n, V, pointer(logits, n * V), *places[:4], pointer(work, size), *places[4:])
+    scratch = floats(size)
+    addresses = [pointer(x, n, x.dtype) for x in (*settings, tokens, finite)]
+    library.sample(threads, n, V, pointer(logits, n * V), *addresses[:4], pointer(scratch, size), *addresses[4:])
     return Sampled(tokens.tolist(), [bool(f) for f in finite.tolist()])
 
 
-def _numbers(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+def _tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu")
 
 
-def _by_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def _sample_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """The same by torch's operators, in fp64: what GPUs take, and the reference for the kernel."""
     finite = logits.isfinite().all(dim=1)
     tokens = logits.argmax(dim=1)
-    drawn = [i for i, d in enumerate(draws) if d.params.temperature and d.params.top_k != 1]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        tokens[rows] = _draw([draws[i] for i in drawn], logits[rows].double().nan_to_num_())
+    sampled_rows = [i for i, d in enumerate(draws) if d.params.temperature and d.params.top_k != 1]
+    if sampled_rows:
+        rows = torch.tensor(sampled_rows, device=logits.device)
+        tokens[rows] = _draw([draws[i] for i in sampled_rows], logits[rows].double().nan_to_num_())
     return Sampled(tokens.masked_fill(~finite, 0).tolist(), finite.tolist())
 
 
@@ -83,8 +83,8 @@ def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     V = logits.shape[1]
-    depth = (logits - logits.amax(dim=1, keepdim=True)) / column([max(d.params.temperature, 1e-30) for d in draws])
-    weights = depth.exp().masked_fill_(depth < _MIN_LOG_WEIGHT, 0.0)
+    z = (logits - logits.amax(dim=1, keepdim=True)) / column([max(d.params.temperature, 1e-30) for d in draws])
+    weights = z.exp().masked_fill_(z < _MIN_LOG_WEIGHT, 0.0)
     top_k = [min(d.params.top_k or V, V) for d in draws]
     top_p = [1.0 if d.params.top_p is None else d.params.top_p for d in draws]
     if min(top_k) < V or min(top_p) < 1:

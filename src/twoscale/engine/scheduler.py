@@ -23,20 +23,20 @@ from dataclasses import dataclass, field
 import torch
 
 from twoscale.config import UserError
+from twoscale.engine.batch import Batch, InFlight
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.engine import Engine
-from twoscale.engine.fair import QUANTUM, FairShares, select
+from twoscale.engine.fair import QUANTUM, FairShares, select_for_batch
 from twoscale.engine.kernels import DecodeCopy, KernelName
-from twoscale.engine.pipeline import InFlight, Pipeline
 from twoscale.engine.policy import policy_of
-from twoscale.engine.request import Request, Share
+from twoscale.engine.request import Client, Request
 from twoscale.engine.rows import Rows
 from twoscale.engine.sample import sample
 from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
 PREFILL_CHUNK = 64  # tokens of prompts that enter together, so that requests in decode do not wait long for those in prefill
-ROUNDS_AHEAD = 2.0  # tokens at the default depth: a round that is ahead of a request by more work than this does not keep it waiting
+MAX_TOKENS_AHEAD = 2.0  # tokens at the default depth: a round that is ahead of a request by more work than this does not keep it waiting
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
 
 
@@ -50,11 +50,11 @@ class Counters:
     """Rows in all these calls."""
     tokens: int = 0
     """New tokens."""
-    passed: int = 0
+    processed_tokens: int = 0
     """Tokens that went through the network, those of prompts included."""
     engine_seconds: float = 0.0
     finished: int = 0
-    steps: list[int] = field(default_factory=list)
+    loop_steps: list[int] = field(default_factory=list)
     """Applications of each group's map to one token."""
 
     @contextmanager
@@ -78,27 +78,27 @@ class Scheduler:
         prefill_chunk: int = PREFILL_CHUNK,
         isolate_errors: bool = True,
         kernels: KernelName = "auto",
-        copy: DecodeCopy | None = None,
+        decode_copy: DecodeCopy | None = None,
     ) -> None:
         """`max_num_seqs` texts may have rows in flight, and the caches of running requests may come to hold `cache_bytes`.
 
         With `isolate_errors` an exception ends the requests that it came of, and the others go on; without it `step` raises it. `copy` is
         the model's copy for decoding, for a caller who has one.
         """
-        self.engine, self.policy = Engine(model, kernels=kernels, copy=copy), policy_of(policy)
+        self.engine, self.policy = Engine(model, kernels=kernels, decode_copy=decode_copy), policy_of(policy)
         self.max_num_seqs, self.cache_bytes, self.prefill_chunk = max_num_seqs, cache_bytes, prefill_chunk
         self.isolate_errors = isolate_errors
-        self.counters = Counters(steps=self.engine.work)
+        self.counters = Counters(loop_steps=self.engine.loop_steps)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.fair = FairShares()
-        self.pipelines: list[Pipeline] = []
+        self.batches: list[Batch] = []
         self.max_cache_bytes = 0
         """The most bytes that the caches of all running requests have held."""
         layers = [len(stage) * (1 if group is None else model.config.mean_loops) for stage, group in model.config.stages]
-        self._overtake = ROUNDS_AHEAD * sum(layers)
+        self._max_lead = MAX_TOKENS_AHEAD * sum(layers)
         self._in_flight: set[Request] = set()
-        self._arrived = False
+        self._new_arrivals = False
         self._lock = threading.Lock()
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Scheduler:
         self.check(request)
         with self._lock:
             self.waiting.append(request)
-            self._arrived = True
+            self._new_arrivals = True
 
     def check(self, request: Request) -> None:
         """UserError where a request can never be served."""
@@ -116,22 +116,22 @@ class Scheduler:
         if not n:
             raise UserError("the prompt is empty: give at least one token")
         if request.capacity > config.block_size:
-            room = config.block_size - n + 1  # the last new token is never read
-            hint = f"ask for at most {room} new ones, or shorten the prompt" if room > 0 else "shorten the prompt"
+            max_new = config.block_size - n + 1  # the last new token is never read
+            hint = f"ask for at most {max_new} new ones, or shorten the prompt" if max_new > 0 else "shorten the prompt"
             raise UserError(f"a prompt of {n} tokens and {new} new ones do not fit the context of {config.block_size} tokens: {hint}")
         if self._bytes(request) > self.cache_bytes:
             raise UserError("this request needs more memory for keys and values than there is: ask for fewer tokens or loops")
 
     @property
-    def held(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes of keys and values that the running requests may come to hold."""
-        return self.fair.held.total()
+        return self.fair.reserved.total()
 
-    def abandon(self) -> list[Request]:
+    def remove_all(self) -> list[Request]:
         """All requests, which will not be served any more."""
         with self._lock:
             requests = [*self.running, *self.waiting]
-            self.running, self.waiting, self.pipelines = [], deque(), []
+            self.running, self.waiting, self.batches = [], deque(), []
             self._in_flight = set()
         return requests
 
@@ -148,16 +148,16 @@ class Scheduler:
             return False
         involved: Sequence[Request] = ()
         try:
-            pipeline, limit = self._next_pipeline()
-            involved = [f.request for f in pipeline.flights if f.request is not None]
-            done = self._advance(pipeline, limit)
-            failures, pipeline.failures = pipeline.failures, []
+            batch, limit = self._next_batch()
+            involved = [f.request for f in batch.in_flight if f.request is not None]
+            done = self._advance(batch, limit)
+            failures, batch.failures = batch.failures, []
             for request, error in failures:
                 if not self.isolate_errors:
                     raise error
                 LOG.error("an exit rule has failed", exc_info=error)
                 self._end(request, "error", error)
-            self._extend(flight for flight in done if flight.request in self.running)
+            self._append_tokens(item for item in done if item.request in self.running)
         except Exception as error:  # it came of these requests: the others go on
             if not self.isolate_errors:
                 raise
@@ -166,108 +166,108 @@ class Scheduler:
             self._fail(involved or list(self.running), error)
         return True
 
-    def _next_pipeline(self) -> tuple[Pipeline, float]:
+    def _next_batch(self) -> tuple[Batch, float]:
         """Where the next call happens, and the virtual time at which others are to have their turn.
 
         Idle requests begin a round when there is none, or when all rounds in flight are far ahead of one of them; else they wait for the
         round's end and join the next one. A policy that joins lets their tokens enter at any time.
         """
         idle = [request for request in self.running if request not in self._in_flight]
-        work = {pipeline: min(share.work for share in pipeline.shares()) for pipeline in self.pipelines}
-        first = min(self.pipelines, key=lambda pipeline: work[pipeline], default=None)
+        virtual_times = {batch: min(client.virtual_time for client in batch.clients()) for batch in self.batches}
+        first = min(self.batches, key=lambda batch: virtual_times[batch], default=None)
         rows = max(1, self.max_num_seqs - len(self._in_flight))
-        if idle and (first is None or min(r.share.work for r in idle) + self._overtake < work[first]):
-            first = Pipeline(self.engine)
-            self._enter(first, select(idle, rows))
-            self.pipelines.append(first)
-            work[first] = min(share.work for share in first.shares())
+        if idle and (first is None or min(r.client.virtual_time for r in idle) + self._max_lead < virtual_times[first]):
+            first = Batch(self.engine)
+            self._start_tokens(first, select_for_batch(idle, rows))
+            self.batches.append(first)
+            virtual_times[first] = min(client.virtual_time for client in first.clients())
             idle = [request for request in idle if request not in self._in_flight]
-        elif idle and first is not None and self.policy.joins:
-            self._enter(first, select(idle, rows, [f.request for f in first.flights if f.request is not None]))
+        elif idle and first is not None and self.policy.joins_running_batch:
+            self._start_tokens(first, select_for_batch(idle, rows, [f.request for f in first.in_flight if f.request is not None]))
             idle = []
         assert first is not None
-        self.fair.now = max(self.fair.now, work[first])
-        limits = [value + QUANTUM for pipeline, value in work.items() if pipeline is not first]
-        limits += [request.share.work + self._overtake for request in idle]
+        self.fair.virtual_time = max(self.fair.virtual_time, virtual_times[first])
+        limits = [value + QUANTUM for batch, value in virtual_times.items() if batch is not first]
+        limits += [request.client.virtual_time + self._max_lead for request in idle]
         return first, min(limits, default=math.inf)
 
-    def _enter(self, pipeline: Pipeline, requests: Sequence[Request]) -> None:
+    def _start_tokens(self, batch: Batch, requests: Sequence[Request]) -> None:
         """The next tokens of requests enter a pipeline, prompts in chunks."""
-        room = self.prefill_chunk - sum(f.part.count for f in pipeline.flights if f.part.count > 1)
+        budget = self.prefill_chunk - sum(f.part.count for f in batch.in_flight if f.part.count > 1)
         entries = []
         for request in requests:
-            if request.in_prefill and room <= 0:
+            if request.in_prefill and budget <= 0:
                 continue  # its chunk comes later
             new = request.next_tokens(self.prefill_chunk)
-            room -= len(new) if request.in_prefill else 0
+            budget -= len(new) if request.in_prefill else 0
             assert request.cache is not None
-            entries.append((request.sequence, request.cache, new, request))
+            entries.append((request.batch_index, request.cache, new, request))
             self._in_flight.add(request)
         if entries:
             with torch.inference_mode():
-                pipeline.enter(entries)
+                batch.enter(entries)
 
     @torch.inference_mode()
-    def _advance(self, pipeline: Pipeline, limit: float) -> list[InFlight]:
+    def _advance(self, batch: Batch, limit: float) -> list[InFlight]:
         """Calls of the engine, until tokens are through, another request has arrived, or it is the others' turn."""
         policy, counters = self.policy, self.counters
-        shares = set(pipeline.shares())
-        one = next(iter(shares)) if len(shares) == 1 else None
+        clients = set(batch.clients())
+        one = next(iter(clients)) if len(clients) == 1 else None
 
-        def go_on(rows: Rows, layers: int) -> bool:
+        def keep_going(rows: Rows, layers: int) -> bool:
             _charge(rows, layers, one)
-            if not policy.calls_at_once or self._arrived or pipeline.calls >= split_at:
+            if not policy.loop_until_exit or self._new_arrivals or batch.calls >= split_after_calls:
                 return False
-            return limit == math.inf or min(share.work for share in shares) <= limit
+            return limit == math.inf or min(client.virtual_time for client in clients) <= limit
 
         done: list[InFlight] = []
-        split_at = math.inf
-        calls, rows, started = pipeline.calls, pipeline.rows_called, time.perf_counter()
-        while pipeline.flights and not done:
-            split_at = policy.split_at(pipeline)
-            done = pipeline.advance(policy.stage(pipeline), go_on)
-            if pipeline.flights and pipeline.calls >= policy.split_at(pipeline):
-                self.pipelines.append(pipeline.split(pipeline.lowest))
+        split_after_calls = math.inf
+        calls, rows, started = batch.calls, batch.rows_computed, time.perf_counter()
+        while batch.in_flight and not done:
+            split_after_calls = policy.split_after_calls(batch)
+            done = batch.advance(policy.stage(batch), keep_going)
+            if batch.in_flight and batch.calls >= policy.split_after_calls(batch):
+                self.batches.append(batch.split(batch.lowest))
                 break
             if (
-                pipeline.failures
-                or not policy.calls_at_once
-                or self._arrived
-                or (limit < math.inf and min(share.work for share in shares) > limit)
+                batch.failures
+                or not policy.loop_until_exit
+                or self._new_arrivals
+                or (limit < math.inf and min(client.virtual_time for client in clients) > limit)
             ):
                 break
         counters.engine_seconds += time.perf_counter() - started
-        counters.calls += pipeline.calls - calls
-        counters.rows += pipeline.rows_called - rows
-        if not pipeline.flights:
-            self.pipelines.remove(pipeline)
+        counters.calls += batch.calls - calls
+        counters.rows += batch.rows_computed - rows
+        if not batch.in_flight:
+            self.batches.remove(batch)
         return done
 
-    def _extend(self, done: Iterable[InFlight]) -> None:
+    def _append_tokens(self, done: Iterable[InFlight]) -> None:
         """Tokens for the requests whose prompt is through."""
         ready: list[tuple[Request, InFlight]] = []
-        for flight in done:
-            request = flight.request
+        for item in done:
+            request = item.request
             assert request is not None
             self._in_flight.discard(request)
             in_prefill = request.in_prefill
-            request.n_computed += flight.part.count
-            self.counters.passed += flight.part.count
+            request.n_computed += item.part.count
+            self.counters.processed_tokens += item.part.count
             if in_prefill:
-                request.prompt_steps += flight.steps_of_tokens()
+                request.prompt_steps += item.steps_of_tokens()
             if not request.in_prefill:
-                ready.append((request, flight))
+                ready.append((request, item))
         if not ready:
             return
         with torch.inference_mode(), self.counters.timed():
-            states = ready[0][1].x[-1:] if len(ready) == 1 else torch.stack([flight.x[-1] for _, flight in ready])
+            states = ready[0][1].x[-1:] if len(ready) == 1 else torch.stack([item.x[-1] for _, item in ready])
             logits = self.engine.model.head(states).float()
             sampled = sample(logits, [request.draw for request, _ in ready])
-        for i, (request, flight) in enumerate(ready):
+        for i, (request, item) in enumerate(ready):
             if not sampled.finite[i]:
                 self._end(request, "error", UserError(NOT_FINITE))
                 continue
-            request.append(sampled.tokens[i], logits[i], tuple(steps[-1] for steps in flight.steps))
+            request.append(sampled.tokens[i], logits[i], tuple(steps[-1] for steps in item.steps))
             self.counters.tokens += 1
             if not request.finish and request.on_token is not None:
                 request.on_token(request)  # which may end it
@@ -281,11 +281,11 @@ class Scheduler:
         request.ended = time.perf_counter()
         if request in self._in_flight:
             self._in_flight.discard(request)
-            for pipeline in self.pipelines:
-                pipeline.drop(request)
-            self.pipelines = [pipeline for pipeline in self.pipelines if pipeline.flights]
-        held = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until one is given up
-        self.max_cache_bytes = max(self.max_cache_bytes, held)
+            for batch in self.batches:
+                batch.drop(request)
+            self.batches = [batch for batch in self.batches if batch.in_flight]
+        cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until one is given up
+        self.max_cache_bytes = max(self.max_cache_bytes, cache_bytes)
         self.running.remove(request)
         self.fair.end(request, self._bytes(request))
         request.cache = None
@@ -295,7 +295,7 @@ class Scheduler:
             request.on_token(request)
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
-        self.pipelines = [p for p in self.pipelines if not any(f.request in requests for f in p.flights)]
+        self.batches = [p for p in self.batches if not any(f.request in requests for f in p.in_flight)]
         for request in requests:
             self._in_flight.discard(request)
             if request in self.running:
@@ -318,7 +318,7 @@ class Scheduler:
         """Let waiting requests begin, as long as there is room for them."""
         admitted = []
         with self._lock:
-            self._arrived = False
+            self._new_arrivals = False
             while self.waiting and (
                 request := self.fair.next(self.waiting, self.running, self.max_num_seqs, self.cache_bytes, self._bytes)
             ):
@@ -327,10 +327,10 @@ class Scheduler:
                 self.running.append(request)
                 admitted.append(request)
         if admitted:
-            self.engine.kernels.expect_sequences([request.capacity for request in self.running])
+            self.engine.kernels.hint_capacities([request.capacity for request in self.running])
         for request in admitted:
             try:
-                request.cache = self.engine.open(request.capacity, request.params)
+                request.cache = self.engine.new_cache(request.capacity, request.params)
             except Exception as error:
                 if not self.isolate_errors:
                     raise
@@ -338,13 +338,13 @@ class Scheduler:
                 self._end(request, "error", error)
 
 
-def _charge(rows: Rows, layers: int, one: Share | None) -> None:
+def _charge(rows: Rows, layers: int, one: Client | None) -> None:
     """A call took these rows through so many layers; `one` is their share if all have the same."""
     if one is not None:
-        one.work += rows.n * layers
+        one.virtual_time += rows.n * layers
         return
     for part in rows.parts:
-        part.owner.request.share.work += part.count * layers
+        part.in_flight.request.client.virtual_time += part.count * layers
 
 
 def run_until_done(scheduler: Scheduler, requests: Sequence[Request], after_step: Callable[[], object] | None = None) -> None:

@@ -13,7 +13,7 @@ class TextStream:
         self.pieces, self.stop, self.hidden = Pieces(tokenizer, prompt), stop, hidden
         self.text = ""
         """All that may be shown so far."""
-        self.held = ""
+        self.pending = ""
         """What might be the beginning of a stop string."""
         self.offsets: list[int] = []
         """Where the text of each token begins; tokens after a stop string are not counted."""
@@ -25,7 +25,7 @@ class TextStream:
         if self.stopped:
             return ""
         before = len(self.text)
-        self.offsets.append(before + len(self.held))
+        self.offsets.append(before + len(self.pending))
         if token not in self.hidden:
             self._add(self.pieces.add(token))
         return self.text[before:]
@@ -36,14 +36,14 @@ class TextStream:
         if not self.stopped:
             self._add(self.pieces.rest())
         if not self.stopped:
-            self.text, self.held = self.text + self.held, ""
+            self.text, self.pending = self.text + self.pending, ""
         return self.text[before:]
 
     def _add(self, piece: str) -> None:
-        text = self.held + piece
+        text = self.pending + piece
         found = [at for word in self.stop if (at := text.find(word)) >= 0]
         if found:
-            self.text, self.held, self.stopped = self.text + text[: min(found)], "", True
+            self.text, self.pending, self.stopped = self.text + text[: min(found)], "", True
             return
         keep = max((n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
-        self.text, self.held = self.text + text[: len(text) - keep], text[len(text) - keep :]
+        self.text, self.pending = self.text + text[: len(text) - keep], text[len(text) - keep :]

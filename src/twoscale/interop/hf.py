@@ -56,7 +56,7 @@ class EngineCache:
     """Keys and values of a batch: the engine that made them, and one cache for each row."""
 
     def __init__(self, engine: Engine, params: LoopParams, rows: int, capacity: int) -> None:
-        self.engine, self.rows = engine, [engine.open(capacity, params) for _ in range(rows)]
+        self.engine, self.rows = engine, [engine.new_cache(capacity, params) for _ in range(rows)]
         self.seen = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

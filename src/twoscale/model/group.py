@@ -116,11 +116,11 @@ class LoopGroup(nn.Module):
         first_tracked = loops - backprop_steps if backprop_steps is not None else 0
         for k in range(loops):
             with torch.set_grad_enabled(grad and k >= first_tracked):
-                x = self.step(x if fresh is None else self.stir(x, fresh(k)), injected, rope)
+                x = self.step(x if fresh is None else self.mix_noise(x, fresh(k)), injected, rope)
             if recorder is not None:
                 recorder.step(self.index, k + 1, x)
         return self.leave(x), torch.full(x.shape[:2], loops, device=x.device)
 
-    def stir(self, x: Tensor, noise: Tensor) -> Tensor:
+    def mix_noise(self, x: Tensor, noise: Tensor) -> Tensor:
         """The state before a step with noise mixed into it (noise="every_step")."""
         return torch.lerp(x, noise.to(x.dtype).expand_as(x), self.config.noise_mix)

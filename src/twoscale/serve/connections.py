@@ -25,9 +25,9 @@ try:
 except ModuleNotFoundError:  # not a Unix system
     resource = None  # type: ignore[assignment]
 
-BATCH = 4  # connections that are accepted before the event loop has its turn
+ACCEPT_BATCH = 4  # connections that are accepted before the event loop has its turn
 SEND_BUFFER = 1 << 17  # bytes that the system keeps for a client that does not read; by itself it would keep megabytes
-RETRY = 0.1  # seconds until accepting is tried again after an error
+ACCEPT_RETRY = 0.1  # seconds until accepting is tried again after an error
 
 
 class Phase(Enum):
@@ -51,18 +51,18 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.max_connections = limits, max_connections(limits)
-        self.open: set[Connection] = set()
+        self.active: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}
         """Those that wait for their client, the longest one first."""
-        self.cut = 0
+        self.n_closed = 0
         """Connections that were closed by a time limit, or to make room for others."""
 
     @property
     def full(self) -> bool:
         """Whether no connection can be accepted: all are being answered."""
-        return len(self.open) >= self.max_connections and not self.waiting
+        return len(self.active) >= self.max_connections and not self.waiting
 
-    def enter(self, connection: "Connection", phase: Phase) -> None:
+    def set_phase(self, connection: "Connection", phase: Phase) -> None:
         """A connection has come to another phase."""
         self.waiting.pop(connection, None)
         if phase is not Phase.ANSWER:
@@ -70,27 +70,27 @@ class Connections:
 
     def discard(self, connection: "Connection") -> None:
         self.waiting.pop(connection, None)
-        self.open.discard(connection)
+        self.active.discard(connection)
 
     def make_room(self) -> None:
         """Close those that have waited longest until no more are open than may be."""
-        while len(self.open) > self.max_connections and self.waiting:
+        while len(self.active) > self.max_connections and self.waiting:
             self.close_oldest()
 
     def close_oldest(self) -> None:
         """Close the connection that has waited longest for its client."""
         oldest = next(iter(self.waiting), None)
         if oldest is not None:
-            self.cut += 1
+            self.n_closed += 1
             self.discard(oldest)
             oldest.transport.abort()
             LOG.warning("%d connections are open: those that have waited longest for their client are closed", self.max_connections)
 
-    def sweep(self, now: float) -> None:
+    def close_expired(self, now: float) -> None:
         """Close the connections whose time is up."""
-        for connection in list(self.open):
+        for connection in list(self.active):
             if connection.transport is not None and now > connection.deadline():
-                self.cut += connection.phase is not Phase.IDLE
+                self.n_closed += connection.phase is not Phase.IDLE
                 connection.expire()
 
 
@@ -100,13 +100,13 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, **settings: Any) -> None:
         super().__init__(**settings)
         self.registry, self.limits = connections, connections.limits
-        self.phase, self.since = Phase.HEADERS, time.monotonic()
-        self.blocked: float | None = None
+        self.phase, self.phase_began = Phase.HEADERS, time.monotonic()
+        self.write_blocked_since: float | None = None
         """Since when the client has not read what was written."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.registry.enter(self, self.phase)
+        self.registry.set_phase(self, self.phase)
         self.registry.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -122,40 +122,40 @@ class Connection(H11Protocol):
         self._update(Phase.IDLE)
 
     def pause_writing(self) -> None:
-        self.blocked = time.monotonic()
+        self.write_blocked_since = time.monotonic()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self.blocked = None
+        self.write_blocked_since = None
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         """Idle connections are closed by `Connections.sweep`."""
 
-    def _update(self, between: Phase) -> None:
+    def _update(self, without_request: Phase) -> None:
         """Note the phase; `between` is the one of a connection that has no request."""
-        if self not in self.registry.open:
+        if self not in self.registry.active:
             return
         if self.conn.their_state is h11.SEND_BODY:
             phase = Phase.BODY
         elif self.cycle is not None and not self.cycle.response_complete:
             phase = Phase.ANSWER
         else:
-            phase = between
+            phase = without_request
         if phase is not self.phase:
-            self.phase, self.since = phase, time.monotonic()
-            self.registry.enter(self, phase)
+            self.phase, self.phase_began = phase, time.monotonic()
+            self.registry.set_phase(self, phase)
 
     def deadline(self) -> float:
         """When the connection is to be closed."""
-        if self.blocked is not None:
-            return self.blocked + self.limits.write_timeout
+        if self.write_blocked_since is not None:
+            return self.write_blocked_since + self.limits.write_timeout
         if self.phase is Phase.ANSWER:
             return float("inf")
         if self.phase is not Phase.IDLE:
-            return self.since + self.limits.read_timeout
+            return self.phase_began + self.limits.read_timeout
         unread = self.transport.get_write_buffer_size() > 0
-        return self.since + (self.limits.write_timeout if unread else self.limits.idle_timeout)
+        return self.phase_began + (self.limits.write_timeout if unread else self.limits.idle_timeout)
 
     def expire(self) -> None:
         """Close the connection. A client that has sent half a request is told so."""
@@ -177,8 +177,8 @@ class Connection(H11Protocol):
 class Listener:
     """Accepts the connections of one socket, in place of asyncio's server."""
 
-    def __init__(self, listening: socket.socket, connections: Connections, make: Callable[[], Connection]) -> None:
-        self.listening, self.connections, self.make = listening, connections, make
+    def __init__(self, listening: socket.socket, connections: Connections, make_connection: Callable[[], Connection]) -> None:
+        self.listening, self.connections, self.make_connection = listening, connections, make_connection
         self.loop = asyncio.get_running_loop()
         self.opening: set[asyncio.Task[None]] = set()
         self.closed = False
@@ -192,10 +192,10 @@ class Listener:
     def _pause(self) -> None:
         """The socket stays readable while connections wait in the kernel's queue: look at it again a little later."""
         self.loop.remove_reader(self.listening)
-        self.loop.call_later(RETRY, self._resume)
+        self.loop.call_later(ACCEPT_RETRY, self._resume)
 
     def _accept(self) -> None:
-        for _ in range(BATCH):
+        for _ in range(ACCEPT_BATCH):
             if self.connections.full and not self.opening:
                 return self._pause()
             try:
@@ -208,8 +208,8 @@ class Listener:
                 return self._pause()
             accepted.setblocking(False)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-            connection = self.make()
-            self.connections.open.add(connection)
+            connection = self.make_connection()
+            self.connections.active.add(connection)
             task = self.loop.create_task(self._open(accepted, connection))
             self.opening.add(task)
             task.add_done_callback(self.opening.discard)
@@ -240,14 +240,14 @@ class HTTPServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])  # uvicorn starts the application and listens on no socket
-        self.servers = [Listener(listening, self.connections, self._make) for listening in sockets or ()]  # type: ignore[misc]
-        self._sweep()
+        self.servers = [Listener(listening, self.connections, self._make_connection) for listening in sockets or ()]  # type: ignore[misc]
+        self._close_expired()
 
-    def _make(self) -> Connection:
+    def _make_connection(self) -> Connection:
         return Connection(self.connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-    def _sweep(self) -> None:
+    def _close_expired(self) -> None:
         limits = self.connections.limits
         every = min(1.0, limits.read_timeout / 4, limits.idle_timeout / 4, limits.write_timeout / 4)
-        asyncio.get_running_loop().call_later(every, self._sweep)  # first: whatever happens below, the limits stay in force
-        self.connections.sweep(time.monotonic())
+        asyncio.get_running_loop().call_later(every, self._close_expired)  # first: whatever happens below, the limits stay in force
+        self.connections.close_expired(time.monotonic())

@@ -26,7 +26,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def running(app: FastAPI, patience: float = 60.0) -> Iterator[str]:
+def run_in_thread(app: FastAPI, stop_timeout: float = 60.0) -> Iterator[str]:
     """The address while the application runs; it ends gracefully, within `patience` seconds."""
     listening = listen("127.0.0.1", 0)
     server = HTTPServer(app, app.state.connections)
@@ -40,4 +40,4 @@ def running(app: FastAPI, patience: float = 60.0) -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(patience)
+        thread.join(stop_timeout)

@@ -11,7 +11,7 @@ from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
 from twoscale.engine.text import TextStream
 from twoscale.model import LoopedGPT
-from twoscale.serve.api import MAX_PROMPTS, CompletionRequest, Refused, requests_of
+from twoscale.serve.api import MAX_PROMPTS, CompletionRequest, InvalidRequest, engine_requests
 from twoscale.serve.connections import Connections
 from twoscale.serve.limits import Limits
 from twoscale.serve.worker import Worker
@@ -22,37 +22,37 @@ class Choice:
     """One answer as it is written."""
 
     request: Request
-    stream: TextStream
+    text_stream: TextStream
     finish: str | None = None
     timed_out: bool = False
     """Whether the time limit ended it."""
 
     @property
     def text(self) -> str:
-        return self.stream.text
+        return self.text_stream.text
 
     @property
     def offsets(self) -> list[int]:
-        return self.stream.offsets
+        return self.text_stream.offsets
 
-    def take(self, first: int, last: int, done: bool) -> str:
+    def add_tokens(self, first: int, last: int, done: bool) -> str:
         """New text from tokens first .. last - 1."""
         before = len(self.text)
         for token in self.request.tokens[first:last]:
-            self.stream.add(token)
+            self.text_stream.add(token)
         if done:
-            self.stream.finish()
-        if self.stream.stopped:
+            self.text_stream.finish()
+        if self.text_stream.stopped:
             self.finish, self.request.cancelled = "stop", True
         elif done:
             self.finish = self.request.finish if self.request.finish in ("stop", "length") else "stop"
         return self.text[before:]
 
-    def cut(self) -> str:
+    def time_out(self) -> str:
         """The time is up: what has been written so far is the answer. Returns its last piece."""
         before, self.timed_out = len(self.text), True
-        self.take(len(self.offsets), len(self.request.tokens), False)
-        self.stream.finish()
+        self.add_tokens(len(self.offsets), len(self.request.tokens), False)
+        self.text_stream.finish()
         self.finish = self.finish or "length"
         return self.text[before:]
 
@@ -85,7 +85,7 @@ class Server:
         self.worker = Worker(scheduler, self.limits.max_queue)
         self.connections = Connections(self.limits)
         self.started = int(time.time())
-        self.refused = 0
+        self.n_rejected = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -94,23 +94,23 @@ class Server:
         found = body.prompt
         for text in [found] if isinstance(found, str) else found:
             if isinstance(text, str) and len(text) > self.max_prompt_bytes:
-                raise Refused(f"the prompt has {len(text)} characters, more than fit the context", "prompt")
+                raise InvalidRequest(f"the prompt has {len(text)} characters, more than fit the context", "prompt")
             if isinstance(text, str) and not _whole_characters(text):
-                raise Refused("the prompt holds half a character (a lone surrogate)", "prompt")
+                raise InvalidRequest("the prompt holds half a character (a lone surrogate)", "prompt")
         if isinstance(found, str):
             return [self.tokenizer.encode(found)]
         if all(isinstance(x, int) for x in found):
             return [list(found)]  # type: ignore[arg-type]
         if len(found) > MAX_PROMPTS:
-            raise Refused(f"at most {MAX_PROMPTS} prompts in a request", "prompt")
+            raise InvalidRequest(f"at most {MAX_PROMPTS} prompts in a request", "prompt")
         return [self.tokenizer.encode(x) if isinstance(x, str) else list(x) for x in found]  # type: ignore[arg-type]
 
-    def open(self, body: CompletionRequest) -> list[Choice]:
+    def make_choices(self, body: CompletionRequest) -> list[Choice]:
         if body.model not in ("", self.name):
-            raise Refused(f"there is no model {body.model!r} here, only {self.name!r}", "model", 404)
-        requests = requests_of(body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops)
+            raise InvalidRequest(f"there is no model {body.model!r} here, only {self.name!r}", "model", 404)
+        requests = engine_requests(body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops)
         if len(requests) > self.limits.max_queue:
-            raise Refused(f"at most {self.limits.max_queue} texts can wait here", "n")
+            raise InvalidRequest(f"at most {self.limits.max_queue} texts can wait here", "n")
         for request in requests:
             self.worker.scheduler.check(request)
         return [Choice(r, TextStream(self.tokenizer, r.prompt, r.sampling.stop, r.sampling.stop_token_ids)) for r in requests]
@@ -124,18 +124,18 @@ class Server:
             async for i, update in self.worker.follow([c.request for c in choices], self.limits.timeout):
                 choice = choices[i]
                 if choice.finish is None:
-                    yield i, choice.take(update.first, update.last, update.done), update.first
+                    yield i, choice.add_tokens(update.first, update.last, update.done), update.first
         except TimeoutError:
             if not any(choice.offsets for choice in choices):
                 raise
             for i, choice in enumerate(choices):
                 if choice.finish is None:
                     first = len(choice.offsets)
-                    yield i, choice.cut(), first
+                    yield i, choice.time_out(), first
 
     # -- answers -------------------------------------------------------------------------------------------------
 
-    def choice(self, i: int, choice: Choice, text: str, first: int = 0) -> dict[str, Any]:
+    def choice_json(self, i: int, choice: Choice, text: str, first: int = 0) -> dict[str, Any]:
         """A choice with its tokens from `first` on."""
         request, last = choice.request, len(choice.offsets)
         logprobs = None
@@ -156,12 +156,16 @@ class Server:
         text = self.tokenizer.decode([token])
         return f"token_id:{token}" if "\N{REPLACEMENT CHARACTER}" in text else text
 
+    def summary(self, choices: list[Choice], n: int) -> dict[str, Any]:
+        """`usage` and `twoscale` of a response to prompts with n choices each."""
+        return {"usage": self.usage(choices, n), "twoscale": self.loop_summary(choices)}
+
     def usage(self, choices: list[Choice], n: int) -> dict[str, int]:
         read = sum(len(c.request.prompt) for c in choices[::n])
         written = sum(len(c.offsets) for c in choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    def saved(self, choices: list[Choice]) -> dict[str, Any]:
+    def loop_summary(self, choices: list[Choice]) -> dict[str, Any]:
         """What leaving early has spared."""
         steps = [s for c in choices for s in c.steps]
         sizes = [len(g) for g in self.model.config.groups]
@@ -172,10 +176,10 @@ class Server:
         saved = 1 - taken / full if full else 0.0
         return {"loops": list(loops), "mean_steps": means, "work_saved": saved, "seed": choices[0].request.sampling.seed}
 
-    def head(self) -> dict[str, Any]:
+    def response_fields(self) -> dict[str, Any]:
         return {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": self.name}
 
-    def entry(self) -> dict[str, Any]:
+    def model_entry(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self.started, "owned_by": "twoscale"}
 
     def metrics(self) -> str:
@@ -189,17 +193,17 @@ class Server:
 
         add("waiting", "gauge", "Requests in the queue.", ("", len(s.waiting)))
         add("running", "gauge", "Requests that are being served.", ("", len(s.running)))
-        add("refused_total", "counter", "Requests that were told to come back later.", ("", self.refused))
-        add("connections", "gauge", "Open connections.", ("", len(self.connections.open)))
+        add("refused_total", "counter", "Requests that were told to come back later.", ("", self.n_rejected))
+        add("connections", "gauge", "Open connections.", ("", len(self.connections.active)))
         add(
             "connections_cut_total",
             "counter",
             "Connections closed by a time limit or to make room.",
-            ("", self.connections.cut),
+            ("", self.connections.n_closed),
         )
         add("finished_total", "counter", "Texts that have ended.", ("", c.finished))
         add("tokens_total", "counter", "New tokens.", ("", c.tokens))
-        add("passed_total", "counter", "Tokens that went through the network, those of prompts included.", ("", c.passed))
+        add("passed_total", "counter", "Tokens that went through the network, those of prompts included.", ("", c.processed_tokens))
         add("engine_seconds_total", "counter", "Seconds in the engine.", ("", c.engine_seconds))
         add("calls_total", "counter", "Calls that rows shared.", ("", c.calls))
         add("rows_total", "counter", "Rows in all calls.", ("", c.rows))
@@ -209,11 +213,11 @@ class Server:
             "Texts of a round, as a share of those that it may have.",
             ("", min(1.0, len(s.running) / s.max_num_seqs)),
         )
-        add("cache_bytes", "gauge", "Bytes of keys and values that are promised.", ("", s.held))
+        add("cache_bytes", "gauge", "Bytes of keys and values that are promised.", ("", s.reserved_bytes))
         add("cache_bytes_limit", "gauge", "Bytes that may be promised.", ("", s.cache_bytes))
-        steps = [(f'{{group="{g}"}}', n) for g, n in enumerate(c.steps)]
+        steps = [(f'{{group="{g}"}}', n) for g, n in enumerate(c.loop_steps)]
         add("loop_steps_total", "counter", "Applications of each group's map to one token.", *steps)
-        means = [(labels, n / max(1, c.passed)) for labels, n in steps]
+        means = [(labels, n / max(1, c.processed_tokens)) for labels, n in steps]
         add("mean_steps", "gauge", "Mean steps of a token in each group.", *means)
         return "\n".join(lines) + "\n"
 

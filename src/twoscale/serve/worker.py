@@ -10,10 +10,10 @@ from twoscale.config import UserError
 from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
 
-INTERNAL = "the server has failed inside"
+INTERNAL_ERROR = "the server has failed inside"
 
 
-class Failed(Exception):
+class InternalError(Exception):
     """A request that went wrong inside."""
 
 
@@ -37,7 +37,7 @@ class Worker:
         self.scheduler, self.max_queue = scheduler, max_queue
         self.failure: str | None = None
         self._events: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[int], int]] = []
-        self._work, self._stopping = threading.Event(), threading.Event()
+        self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="twoscale scheduler", daemon=True)
 
     def start(self) -> None:
@@ -46,7 +46,7 @@ class Worker:
     def stop(self, timeout: float = 30.0) -> None:
         """Finish what is there, then end."""
         self._stopping.set()
-        self._work.set()
+        self._wake.set()
         self._thread.join(timeout)
 
     @property
@@ -62,17 +62,17 @@ class Worker:
                     continue
                 if self.stopping:
                     return
-                self._work.wait(0.5)
-                self._work.clear()
+                self._wake.wait(0.5)
+                self._wake.clear()
         except Exception as error:  # a fault of ours: nobody must wait for ever
             self.failure = f"{type(error).__name__}: {error}"
-            self._give_up()
+            self._fail_all()
             raise
 
-    def _give_up(self) -> None:
+    def _fail_all(self) -> None:
         """End all requests with an error."""
-        for request in self.scheduler.abandon():
-            request.error, request.finish = Failed(INTERNAL), "error"
+        for request in self.scheduler.remove_all():
+            request.error, request.finish = InternalError(INTERNAL_ERROR), "error"
             if request.on_token is not None:
                 request.on_token(request)
         self._deliver_events()
@@ -83,23 +83,23 @@ class Worker:
         for loop in dict.fromkeys(event[0] for event in events):
             own = [(queue, i) for its_loop, queue, i in events if its_loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_put, own)
+                loop.call_soon_threadsafe(_put_all, own)
 
     def submit(self, requests: list[Request]) -> None:
         """All of them or none."""
-        self.check_room(len(requests))
+        self.check_queue(len(requests))
         for request in requests:
             self.scheduler.check(request)
         for request in requests:
             self.scheduler.add(request)
         if self.failure is not None:  # just now
-            self._give_up()
-        self._work.set()
+            self._fail_all()
+        self._wake.set()
 
-    def check_room(self, requests: int) -> None:
+    def check_queue(self, requests: int) -> None:
         """Busy where so many more cannot wait now."""
         if self.failure is not None or self.stopping:
-            raise Busy("the server is going down" if self.failure is None else INTERNAL)
+            raise Busy("the server is going down" if self.failure is None else INTERNAL_ERROR)
         if len(self.scheduler.waiting) + requests > self.max_queue:
             raise Busy("too many requests are waiting")
 
@@ -122,7 +122,7 @@ class Worker:
                 done = bool(request.finish)  # first: tokens that come meanwhile are an update of their own
                 n = len(request.tokens)
                 if request.error is not None:
-                    raise Failed(str(request.error) if isinstance(request.error, UserError | Failed) else INTERNAL)
+                    raise InternalError(str(request.error) if isinstance(request.error, UserError | InternalError) else INTERNAL_ERROR)
                 if i in live and (n > n_seen[i] or done):
                     yield i, Update(n_seen[i], n, done)
                     n_seen[i] = n
@@ -131,9 +131,9 @@ class Worker:
         finally:
             for i in live:
                 requests[i].cancelled = True
-            self._work.set()
+            self._wake.set()
 
 
-def _put(events: list[tuple[asyncio.Queue[int], int]]) -> None:
+def _put_all(events: list[tuple[asyncio.Queue[int], int]]) -> None:
     for queue, i in events:
         queue.put_nowait(i)

@@ -70,6 +70,6 @@ class LatencyTimer:
         self.engine.model.head(x).argmax(dim=-1).item()
 
     def _prefill(self, name: str, window: int, ids: list[int]) -> Cache:
-        cache = self.engine.open(self.prompt + self.tokens, self.params[name])
+        cache = self.engine.new_cache(self.prompt + self.tokens, self.params[name])
         self.engine.run([(window, cache, ids)])
         return cache

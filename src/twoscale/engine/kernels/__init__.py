@@ -2,6 +2,6 @@
 
 from twoscale.engine.kernels.base import Kernels, RowKernels
 from twoscale.engine.kernels.decode_copy import DecodeCopy, KernelName, choose_kernels, optimize_for_decode
-from twoscale.engine.kernels.eager import EagerKernels
+from twoscale.engine.kernels.torch_ops import TorchKernels
 
-__all__ = ["DecodeCopy", "EagerKernels", "KernelName", "Kernels", "RowKernels", "choose_kernels", "optimize_for_decode"]
+__all__ = ["DecodeCopy", "KernelName", "Kernels", "RowKernels", "TorchKernels", "choose_kernels", "optimize_for_decode"]

@@ -13,7 +13,7 @@ from twoscale.exits.rule import Meter
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm
 
 if TYPE_CHECKING:
-    from twoscale.engine.cache import LayerCache, Place
+    from twoscale.engine.cache import LayerCache, Positions
     from twoscale.engine.rows import Rows
 
 
@@ -60,7 +60,7 @@ class Kernels(ABC):
         return self
 
     @abstractmethod
-    def expect_sequences(self, capacities: Sequence[int]) -> None:
+    def hint_capacities(self, capacities: Sequence[int]) -> None:
         """Sequences of these capacities will have caches at the same time."""
 
     @abstractmethod
@@ -72,5 +72,5 @@ class Kernels(ABC):
         """Where keys and values lie in memory, for kernels that need to know."""
 
     @abstractmethod
-    def settle(self, store: "LayerCache", k: int, at: "Place") -> None:
+    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
         """What tokens wrote at step k becomes what all deeper levels of a layer hold at their positions."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from twoscale.config import UserError
 from twoscale.engine.kernels.base import Kernels
-from twoscale.engine.kernels.eager import EagerKernels
 from twoscale.engine.kernels.fingerprint import fingerprint, weights_of
 from twoscale.engine.kernels.library import native
 from twoscale.engine.kernels.native import NativeKernels
 from twoscale.engine.kernels.packed import PackedKernels, own_copy
+from twoscale.engine.kernels.torch_ops import TorchKernels
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
 from twoscale.model.layers import MLP, Block, RMSNorm
@@ -62,7 +62,7 @@ def choose_kernels(name: KernelName, model: LoopedGPT) -> Kernels:
     if name not in NAMES:
         raise UserError(f"kernels = {name!r}: choose one of {', '.join(NAMES)}")
     if name == "torch" or not all(_is_plain(w) for _, w in weights_of(model)):
-        return EagerKernels()
+        return TorchKernels()
     library = None if name == "packed" else native()
     if library is not None:
         return NativeKernels(library)

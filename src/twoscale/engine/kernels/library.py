@@ -33,11 +33,11 @@ SANITIZE = os.environ.get("TWOSCALE_SANITIZE", "0") not in ("", "0")
 """Whether the kernels are built with AddressSanitizer and UndefinedBehaviorSanitizer, as `make sanitize` does; the process must then have
 been started with libasan preloaded."""
 
-FUSED = 512
+MAX_FUSED_ROWS = 512
 """Up to so many rows go through a whole block in one call, which holds all that is in between."""
 
 PANEL = 16
-HUGE = 2 << 20
+HUGE_PAGE = 2 << 20
 SOURCES = ("team.c", "native.c", "sample.c", "fingerprint.c")  # one translation unit, in this order
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
 _SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3", "-DNDEBUG")
@@ -172,19 +172,19 @@ def panels(weight: Tensor) -> Tensor:
     weight = weight.detach()
     O, I = weight.shape  # noqa: E741
     padded = F.pad(weight, (0, 0, 0, -O % PANEL)).view(-1, PANEL, I).transpose(1, 2)
-    return _roomy(padded.shape).copy_(padded)
+    return _empty_matrix(padded.shape).copy_(padded)
 
 
-def _roomy(shape: torch.Size) -> Tensor:
+def _empty_matrix(shape: torch.Size) -> Tensor:
     """Memory for a matrix; a large one in huge pages where the system has them, which the kernels read some 5 % quicker."""
     size = 4 * shape.numel()
-    if size < 2 * HUGE or SANITIZE or not hasattr(mmap, "MADV_HUGEPAGE"):  # the sanitizer guards what malloc gives
+    if size < 2 * HUGE_PAGE or SANITIZE or not hasattr(mmap, "MADV_HUGEPAGE"):  # the sanitizer guards what malloc gives
         return floats(shape.numel()).view(shape)
-    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.float32)
-    return whole[-whole.data_ptr() % HUGE // 4 :][: shape.numel()].view(shape)
+    return whole[-whole.data_ptr() % HUGE_PAGE // 4 :][: shape.numel()].view(shape)
 
 
 def load_library() -> Library:
@@ -196,16 +196,16 @@ def load_library() -> Library:
     if compiler is None or shutil.which(compiler) is None:
         raise NoCompiler("no C compiler")
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
-    key = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu()))).hexdigest()[:24]
-    folder = _folder()
+    key = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu_description()))).hexdigest()[:24]
+    folder = _cache_folder()
     for path in sorted(folder.glob(f"native-{key}-*.so")):
-        if _whole(path):
+        if _is_intact(path):
             with contextlib.suppress(OSError, AttributeError):
-                return _opened(path)
-    return _opened(_compile(compiler, source, folder, key))
+                return _open_library(path)
+    return _open_library(_compile(compiler, source, folder, key))
 
 
-def _whole(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     """Whether a library has the size and the hash of its name, native-KEY-SIZE-SHA256.so: a cut one would end the process with SIGBUS."""
     try:
         data = path.read_bytes()
@@ -214,32 +214,32 @@ def _whole(path: Path) -> bool:
     return path.stem.split("-")[2:] == [str(len(data)), hashlib.sha256(data).hexdigest()]
 
 
-def _opened(path: Path) -> Library:
+def _open_library(path: Path) -> Library:
     library = ctypes.CDLL(str(path))
     for name, types in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
-    if not _right(library):
+    if not _self_test(library):
         raise OSError("a product comes out wrong")
     return library
 
 
-def _right(library: Library) -> bool:
+def _self_test(library: Library) -> bool:
     """Whether a small product comes out as torch has it."""
     x, w = (torch.linspace(-1, 1, n * 37, dtype=torch.float32, device="cpu").view(n, 37) for n in (3, 19))
-    inside, y = panels(w), floats(3 * 19).view(3, 19)
-    places = pointer(x, 3 * 37), pointer(inside, 2 * PANEL * 37), pointer(y, 3 * 19)
-    library.linear(threads_to_use(), 3, 37, 19, *places)
+    packed, y = panels(w), floats(3 * 19).view(3, 19)
+    addresses = pointer(x, 3 * 37), pointer(packed, 2 * PANEL * 37), pointer(y, 3 * 19)
+    library.linear(threads_to_use(), 3, 37, 19, *addresses)
     return torch.allclose(y, F.linear(x, w), atol=1e-4)
 
 
 def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
     """The library gets its name when all of it is on the disk: nobody ever sees half of one, and two processes may build at once."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        code, built = (Path(place) / f"native.{end}" for end in ("c", "so"))
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        code, built = (Path(temporary) / f"native.{end}" for end in ("c", "so"))
         code.write_bytes(source)
         try:
-            _call(compiler, *FLAGS, "-shared", str(code), "-o", str(built), "-lm")
+            _run_compiler(compiler, *FLAGS, "-shared", str(code), "-o", str(built), "-lm")
         except subprocess.SubprocessError as error:
             said = (getattr(error, "stderr", None) or b"").decode(errors="replace")[-300:]
             raise OSError(f"the kernels did not compile: {error} {said}".strip()) from None
@@ -251,12 +251,12 @@ def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
         return library
 
 
-def _call(*words: str) -> None:
+def _run_compiler(*words: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run(words, capture_output=True, timeout=120, check=True, env=env)
 
 
-def _folder() -> Path:
+def _cache_folder() -> Path:
     """A folder that only this user can write to."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twoscale"
@@ -269,7 +269,7 @@ def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="twoscale-"))
 
 
-def _cpu() -> bytes:
+def _cpu_description() -> bytes:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from twoscale.engine.kernels.base import Kernels, RowKernels
-from twoscale.engine.kernels.eager import EagerKernels
 from twoscale.engine.kernels.library import (
-    FUSED,
+    MAX_FUSED_ROWS,
     PANEL,
     BlockWeights,
     KVView,
@@ -29,11 +28,12 @@ from twoscale.engine.kernels.library import (
     row_pointer,
     threads_to_use,
 )  # fmt: skip
+from twoscale.engine.kernels.torch_ops import TorchKernels
 from twoscale.exits.rule import Meter, Numbers
 from twoscale.model.layers import MLP, Block, RMSNorm, Rope
 
 if TYPE_CHECKING:
-    from twoscale.engine.cache import LayerCache, Place
+    from twoscale.engine.cache import LayerCache, Positions
     from twoscale.engine.rows import Rows
 
 MIN_PARALLEL_SIZE = 16_384  # entries from which a second thread pays
@@ -53,8 +53,8 @@ class NativeLinear(nn.Module):
         n = x.numel() // self.columns
         if x.shape[-1] != self.columns:
             raise ValueError(f"an input of width {x.shape[-1]} for a matrix of {self.columns} columns")
-        x, at, y, at_y = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
-        self.library.linear(threads_to_use(), n, self.columns, self.rows, at, self.address, at_y)
+        x, x_ptr, y, at_y = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
+        self.library.linear(threads_to_use(), n, self.columns, self.rows, x_ptr, self.address, at_y)
         return y
 
 
@@ -69,9 +69,9 @@ class NativeNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         C, size = x.shape[-1], x.numel()
-        x, at, y, at_y = input_and_output(x, size)
+        x, x_ptr, y, at_y = input_and_output(x, size)
         threads = threads_to_use() if size > MIN_PARALLEL_SIZE else 1
-        self.library.rms_norm(threads, size // C, C, at, self.gain, self.eps, at_y)
+        self.library.rms_norm(threads, size // C, C, x_ptr, self.gain, self.eps, at_y)
         return y
 
 
@@ -113,13 +113,13 @@ class NativeBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
         rows, threads = attend.rows, threads_to_use()
-        if rows.n > FUSED:
+        if rows.n > MAX_FUSED_ROWS:
             return self._operator_by_operator(x, rope, attend)
         n = rows.n
-        x, at, out, at_out = input_and_output(x, n * self.width)
+        x, x_ptr, out, at_out = input_and_output(x, n * self.width)
         cos, sin = (None, None) if rope is None else rows.angles(rope, self.head_dim)
-        work = rows.scratch(n * self.scratch + 2 * threads * rows.longest)
-        self.library.block(threads, n, self.address, at, cos, sin, attend.view(), work, at_out)
+        scratch = rows.scratch(n * self.scratch + 2 * threads * rows.longest)
+        self.library.block(threads, n, self.address, x_ptr, cos, sin, attend.view(), scratch, at_out)
         return out
 
     def _operator_by_operator(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
@@ -139,7 +139,7 @@ class NativeRows:
 
     def __init__(self, rows: "Rows", library: Library) -> None:
         self.parts, self.n, self.longest, self.library = rows.parts, rows.n, rows.longest, library
-        self.owners, self.positions = rows.owners, rows.positions  # kept for as long as C reads them
+        self.part_indices, self.positions = rows.part_indices, rows.positions  # kept for as long as C reads them
         self._scratch, self._scratch_size = 0, 0
         self._rope: Rope | None = None
 
@@ -171,8 +171,8 @@ class NativeRows:
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
         """The addresses of the rows' owners, of the caches' capacities and of the rows' positions."""
-        owners, positions = pointer(self.owners, self.n, torch.int64), pointer(self.positions, self.n, torch.int64)
-        return owners, ctypes.addressof(self.capacities), positions
+        part_indices, positions = pointer(self.part_indices, self.n, torch.int64), pointer(self.positions, self.n, torch.int64)
+        return part_indices, ctypes.addressof(self.capacities), positions
 
 
 class NativeAttention:
@@ -201,8 +201,8 @@ class NativeAttention:
             self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
             self._view = KVView(*rows.addresses, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
         for i, part in enumerate(rows.parts):
-            store = part.cache.layers[layer]
-            self._keys[i], self._values[i] = store.address(store.open_level(part.k or 1, part.cache.length))
+            layer_cache = part.cache.layers[layer]
+            self._keys[i], self._values[i] = layer_cache.address(layer_cache.ensure_level(part.k or 1, part.cache.length))
         return ctypes.addressof(self._view)
 
 
@@ -212,23 +212,23 @@ class NativeMeter:
     def __init__(self, library: Library) -> None:
         self.library = library
         self._one_row = (ctypes.c_float * 4)()
-        self._known: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
+        self._checked: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
 
     def __call__(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
         n, C = after.shape
         numbers = self._one_row if n == 1 else (ctypes.c_float * (4 * n))()
         threads = 1 if n * C < MIN_PARALLEL_SIZE else threads_to_use()
         # One step's result is the next one's start, and `last` is updated in place: what was checked a step ago is not checked again.
-        known, at = self._known, pointer(after, n * C)
-        at_before = known[1] if before is known[0] else pointer(before, n * C)
-        at_last = known[3] if last is known[2] else pointer(last, n * C)
-        self._known = after, at, last, at_last
-        self.library.measure(threads, n, C, at_before, at, at_last, numbers)
+        checked, x_ptr = self._checked, pointer(after, n * C)
+        at_before = checked[1] if before is checked[0] else pointer(before, n * C)
+        at_last = checked[3] if last is checked[2] else pointer(last, n * C)
+        self._checked = after, x_ptr, last, at_last
+        self.library.measure(threads, n, C, at_before, x_ptr, at_last, numbers)
         # As doubles, which the plain floats of a single token are: a token must not pass or fail by the rows beside it.
         return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
 
 
-class NativeKernels(EagerKernels):
+class NativeKernels(TorchKernels):
     """The C kernels on weights of their own."""
 
     name = "native"
@@ -265,10 +265,10 @@ class NativeKernels(EagerKernels):
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return pointer(keys, keys.numel()), pointer(values, values.numel())
 
-    def settle(self, store: "LayerCache", k: int, at: "Place") -> None:
+    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
         if not isinstance(at, int):
-            return super().settle(store, k, at)
-        J, capacity, D = store.shape
-        level = (k - 1) % store.max_levels
-        self.library.fill_levels(J, D, capacity, at, level, k, store.depth, *store.addresses)
+            return super().settle(layer_cache, k, at)
+        J, capacity, D = layer_cache.shape
+        level = (k - 1) % layer_cache.max_levels
+        self.library.fill_levels(J, D, capacity, at, level, k, layer_cache.n_levels, *layer_cache.addresses)
         return None

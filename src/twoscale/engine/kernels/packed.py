@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twoscale.engine.kernels.eager import EagerKernels
 from twoscale.engine.kernels.library import Once
+from twoscale.engine.kernels.torch_ops import TorchKernels
 
 # A packed call costs some 30 us more than F.linear, so small matrices do without; for a single row it pays only with a larger one
 # (measured: 2 cores, AVX2).
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         return F.linear(x, self.weight)
 
 
-class PackedKernels(EagerKernels):
+class PackedKernels(TorchKernels):
     """oneDNN's packed products; all else as torch has it."""
 
     name = "packed"

@@ -43,25 +43,25 @@ class Slots:
 
     def __init__(self) -> None:
         self.slabs: dict[Hashable, list[Slab]] = {}
-        self.expected: Counter[int] = Counter()
+        self.n_expected: Counter[int] = Counter()
         """How many sequences of each T will have slots at the same time, as far as is known."""
 
-    def take(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> Slot:
+    def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> Slot:
         """A slot for keys and values (L, J, T, D) of one layer."""
-        self._give_back()
+        self._drop_unused()
         slabs = self.slabs.setdefault((layer, shape, like.dtype, like.device), [])
         for slab in slabs:
             if slab.free:
                 slab.free.sort(reverse=True)  # neighbours attend without a copy, so the lowest comes first
                 return Slot(slab, slab.free.pop())
-        total, expected = sum(len(slab.keys) for slab in slabs), self.expected[shape[2]]
-        size = min(MAX_SLOTS, max(1, expected - total if total < expected else total))
+        total, n_expected = sum(len(slab.keys) for slab in slabs), self.n_expected[shape[2]]
+        size = min(MAX_SLOTS, max(1, n_expected - total if total < n_expected else total))
         with torch.inference_mode(False):  # so that they can be written to outside of inference mode too
             keys, values = (torch.zeros(size, *shape, dtype=like.dtype, device=like.device) for _ in range(2))
         slabs.append(Slab(keys, values, list(range(1, size))))
         return Slot(slabs[-1], 0)
 
-    def _give_back(self) -> None:
+    def _drop_unused(self) -> None:
         """Drop slabs that no sequence uses."""
         for key, slabs in list(self.slabs.items()):
             if any(len(slab.free) == len(slab.keys) for slab in slabs):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
-from twoscale.engine.loop import Finished, Loop
-from twoscale.engine.request import Request, Share
-from twoscale.engine.rows import Part, Rows, joined, part_of
+from twoscale.engine.loop import ExitedRows, Loop
+from twoscale.engine.request import Client, Request
+from twoscale.engine.rows import Part, Rows, concat_rows, make_part
 from twoscale.model.group import LoopGroup
 
 Entry = tuple[int, Cache, Sequence[int], Request | None]  # a sequence's number, its cache, its next tokens, and whose they are
@@ -36,7 +36,7 @@ class InFlight:
     """(n, C): the state before the stage that it waits for; in the end, before the closing norm."""
     start: list[Tensor] | None = None
     """Initial states, one (n, C) for each group; the model's own if None."""
-    stages: list[Tensor] | None = None
+    stage_states: list[Tensor] | None = None
     """The embedding and the state after each stage, if they are to be kept."""
     inside: int = 0
     """Tokens that are inside of the loop of this stage."""
@@ -47,10 +47,10 @@ class InFlight:
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
+class WaitingRows:
     """Rows that wait before a stage, stacked in the order of their flights."""
 
-    flights: list[InFlight]
+    in_flight: list[InFlight]
     rows: Rows
     x: Tensor
     """(N, C)"""
@@ -60,66 +60,66 @@ class Waiting:
     """Calls that they took in the loop before."""
 
 
-class Pipeline:
+class Batch:
     """Rows in flight. `len` is the number of sequences that have tokens in it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.flights: set[InFlight] = set()
-        self.waiting: dict[int, list[Waiting]] = {}
+        self.in_flight: set[InFlight] = set()
+        self.waiting: dict[int, list[WaitingRows]] = {}
         self.loops: dict[int, Loop] = {}
         self.calls = 0
-        self.rows_called = 0
+        self.rows_computed = 0
         """Rows in all these calls."""
         self.failures: list[tuple[Request, Exception]] = []
         """Requests whose exit rule has raised, until the caller takes them out."""
         self._done: list[InFlight] = []
 
     def __len__(self) -> int:
-        return len(self.flights)
+        return len(self.in_flight)
 
     # -- entering ------------------------------------------------------------------------------------------------
 
-    def enter(self, entries: Sequence[Entry], start: Sequence[Tensor] | None = None, keep_stages: bool = False) -> list[InFlight]:
+    def enter(self, entries: Sequence[Entry], start: Sequence[Tensor] | None = None, keep_stage_states: bool = False) -> list[InFlight]:
         """The next tokens of several sequences wait before the first stage; `start` gives the groups' initial states, one (N, C) each."""
         engine, groups = self.engine, self.engine.config.n_groups
         firsts = [cache.extend(len(new)) for _, cache, new, _ in entries]
         positions = [p for first, entry in zip(firsts, entries, strict=True) for p in range(first, first + len(entry[2]))]
         ids = torch.tensor([positions, [token for entry in entries for token in entry[2]]], dtype=torch.int64, device=engine.device)
-        flights, at, nothing = [], 0, ids.new_empty(0, 0)
+        in_flight, at, nothing = [], 0, ids.new_empty(0, 0)
         for first, (sequence, cache, new, request) in zip(firsts, entries, strict=True):
             n = len(new)
             own = slice(at, at + n)
-            part = part_of(sequence, cache, first, n)
-            flight = InFlight(part, ids[:, own], request, [[0] * n for _ in range(groups)], nothing)
-            part.owner = flight
+            part = make_part(sequence, cache, first, n)
+            item = InFlight(part, ids[:, own], request, [[0] * n for _ in range(groups)], nothing)
+            part.in_flight = item
             if start is not None:
-                flight.start = [states[own] for states in start]
-            flights.append(flight)
+                item.start = [states[own] for states in start]
+            in_flight.append(item)
             at += n
-        rows = Rows([flight.part for flight in flights], ids, engine.kernels)
+        rows = Rows([item.part for item in in_flight], ids, engine.kernels)
         x = engine.embed(rows)
-        if keep_stages:
-            for flight in flights:
-                flight.stages = []
-        self.flights.update(flights)
-        self._arrive(0, Waiting(flights, rows, x))
-        return flights
+        if keep_stage_states:
+            for item in in_flight:
+                item.stage_states = []
+        self.in_flight.update(in_flight)
+        self._arrive(0, WaitingRows(in_flight, rows, x))
+        return in_flight
 
-    def _arrive(self, stage: int, waiting: Waiting) -> None:
+    def _arrive(self, stage: int, waiting: WaitingRows) -> None:
         """Rows have reached a stage, or the end."""
-        if waiting.flights[0].stages is not None:
-            for flight, x in zip(waiting.flights, _split(waiting), strict=True):
-                assert flight.stages is not None
-                flight.stages.append(x)
+        if waiting.in_flight[0].stage_states is not None:
+            for item, x in zip(waiting.in_flight, _split(waiting), strict=True):
+                assert item.stage_states is not None
+                item.stage_states.append(x)
         if stage < len(self.engine.model.stages):
             waiting.arrived = self.calls
             self.waiting.setdefault(stage, []).append(waiting)
             return
-        for flight, x in zip(waiting.flights, _split(waiting), strict=True):
-            flight.x = x
-            self._forget(flight)
-            self._done.append(flight)
+        for item, x in zip(waiting.in_flight, _split(waiting), strict=True):
+            item.x = x
+            self._forget(item)
+            self._done.append(item)
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class Pipeline:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def advance(self, stage: int, go_on: Callable[[Rows, int], bool] | None = None) -> list[InFlight]:
+    def advance(self, stage: int, keep_going: Callable[[Rows, int], bool] | None = None) -> list[InFlight]:
         """Call the engine on the rows of one stage; returns the flights that have come to the end.
 
         `go_on(rows, layers)` is called after each call with what it took. A loop is applied until rows leave it, or as long as `go_on`
@@ -145,143 +145,143 @@ class Pipeline:
         """
         waiting = self.waiting.pop(stage, [])
         if isinstance(self.engine.model.stages[stage], LoopGroup):
-            self._advance_loop(stage, waiting, go_on)
+            self._advance_loop(stage, waiting, keep_going)
         else:
-            rows = joined(w.rows for w in waiting)
-            x = self.engine.plain(stage, _stack([w.x for w in waiting]), rows)
+            rows = concat_rows(w.rows for w in waiting)
+            x = self.engine.run_plain_stage(stage, _stack([w.x for w in waiting]), rows)
             self._called(rows)
-            if go_on is not None:
-                go_on(rows, len(self.engine.model.stages[stage].blocks))  # type: ignore[arg-type]
-            self._arrive(stage + 1, Waiting([f for w in waiting for f in w.flights], rows, x))
+            if keep_going is not None:
+                keep_going(rows, len(self.engine.model.stages[stage].blocks))  # type: ignore[arg-type]
+            self._arrive(stage + 1, WaitingRows([f for w in waiting for f in w.in_flight], rows, x))
         done, self._done = self._done, []
         return done
 
     def _called(self, rows: Rows) -> None:
         self.calls += 1
-        self.rows_called += rows.n
+        self.rows_computed += rows.n
 
-    def _advance_loop(self, stage: int, waiting: list[Waiting], go_on: Callable[[Rows, int], bool] | None) -> None:
+    def _advance_loop(self, stage: int, waiting: list[WaitingRows], keep_going: Callable[[Rows, int], bool] | None) -> None:
         loop = self.loops.get(stage)
         if loop is None:
             loop = self.loops[stage] = Loop(self.engine, stage)
         if waiting:
             self._admit(loop, waiting)
-        finished = None
-        while finished is None:
-            rows, finished = loop.rows, loop.advance()
+        exited = None
+        while exited is None:
+            rows, exited = loop.rows, loop.advance()
             assert rows is not None
             self._called(rows)
             if loop.rules.failures:
                 self._collect_failures(loop)
                 break
-            if go_on is not None and not go_on(rows, len(loop.layers)):
+            if keep_going is not None and not keep_going(rows, len(loop.layers)):
                 break
         if not len(loop):
             del self.loops[stage]
-        if finished is not None:
-            self._leave(stage, finished)
+        if exited is not None:
+            self._leave(stage, exited)
 
     def _collect_failures(self, loop: Loop) -> None:
         for rows, error in loop.rules.failures:
-            requests = dict.fromkeys(part.owner.request for part in rows.parts)
+            requests = dict.fromkeys(part.in_flight.request for part in rows.parts)
             if None in requests:  # not a scheduler's
                 raise error
             self.failures += [(request, error) for request in requests]
         loop.rules.failures = []
 
-    def _admit(self, loop: Loop, waiting: list[Waiting]) -> None:
-        rows = joined(w.rows for w in waiting)
+    def _admit(self, loop: Loop, waiting: list[WaitingRows]) -> None:
+        rows = concat_rows(w.rows for w in waiting)
         start, group = None, loop.group.index
-        for flight in (f for w in waiting for f in w.flights):
-            flight.inside = flight.part.count
-        if waiting[0].flights[0].start is not None:
-            start = torch.cat([flight.start[group] for w in waiting for flight in w.flights])  # type: ignore[index]
+        for item in (f for w in waiting for f in w.in_flight):
+            item.inside = item.part.count
+        if waiting[0].in_flight[0].start is not None:
+            start = torch.cat([item.start[group] for w in waiting for item in w.in_flight])  # type: ignore[index]
         loop.admit(rows, _stack([w.x for w in waiting]), start)
 
-    def _leave(self, stage: int, finished: Finished) -> None:
+    def _leave(self, stage: int, exited: ExitedRows) -> None:
         """Rows have left a loop. A sequence's tokens go on together."""
         group: int = self.engine.model.stages[stage].index  # type: ignore[assignment]
-        rows, parts = finished.rows, finished.rows.parts
+        rows, parts = exited.rows, exited.rows.parts
         calls = max(part.k for part in parts)
-        if all(part.owner.part is part for part in parts):  # all tokens of each sequence at once
-            flights: list[InFlight] = [part.owner for part in parts]
-            for flight, part in zip(flights, parts, strict=True):
-                flight.steps[group] = [part.k] * part.count
-                flight.inside = 0
-            self._arrive(stage + 1, Waiting(flights, rows, finished.x, steps=calls))
+        if all(part.in_flight.part is part for part in parts):  # all tokens of each sequence at once
+            in_flight: list[InFlight] = [part.in_flight for part in parts]
+            for item, part in zip(in_flight, parts, strict=True):
+                item.steps[group] = [part.k] * part.count
+                item.inside = 0
+            self._arrive(stage + 1, WaitingRows(in_flight, rows, exited.x, steps=calls))
             return
-        whole, first = [], 0
+        complete, first = [], 0
         for part in parts:
-            flight, own = part.owner, slice(first, first + part.count)
+            item, own = part.in_flight, slice(first, first + part.count)
             first = own.stop
-            places = rows.positions[own] - flight.ids[0, 0]
-            if len(flight.x) != flight.part.count:
-                flight.x = finished.x.new_empty(flight.part.count, finished.x.shape[1])
-            flight.x[places] = finished.x[own]
+            places = rows.positions[own] - item.ids[0, 0]
+            if len(item.x) != item.part.count:
+                item.x = exited.x.new_empty(item.part.count, exited.x.shape[1])
+            item.x[places] = exited.x[own]
             for place in places.tolist():
-                flight.steps[group][place] = part.k
-            flight.inside -= part.count
-            if not flight.inside:
-                whole.append(flight)
-        if not whole:
+                item.steps[group][place] = part.k
+            item.inside -= part.count
+            if not item.inside:
+                complete.append(item)
+        if not complete:
             return
-        ids, x = torch.cat([flight.ids for flight in whole], dim=1), torch.cat([flight.x for flight in whole])
-        for flight in whole:
-            flight.x = x[:0]
-        self._arrive(stage + 1, Waiting(whole, Rows([f.part for f in whole], ids, self.engine.kernels), x, steps=calls))
+        ids, x = torch.cat([item.ids for item in complete], dim=1), torch.cat([item.x for item in complete])
+        for item in complete:
+            item.x = x[:0]
+        self._arrive(stage + 1, WaitingRows(complete, Rows([f.part for f in complete], ids, self.engine.kernels), x, steps=calls))
 
     # -- taking rows out -----------------------------------------------------------------------------------------
 
     def drop(self, request: Request) -> None:
         """Remove the rows of a request, from inside of a loop too."""
-        flight = next((f for f in self.flights if f.request is request), None)
-        if flight is None:
+        item = next((f for f in self.in_flight if f.request is request), None)
+        if item is None:
             return
         for stage, waiting in list(self.waiting.items()):
-            self.waiting[stage] = [w if flight not in w.flights else self._without(w, flight) for w in waiting if w.flights != [flight]]
+            self.waiting[stage] = [w if item not in w.in_flight else self._without(w, item) for w in waiting if w.in_flight != [item]]
             if not self.waiting[stage]:
                 del self.waiting[stage]
         for stage, loop in list(self.loops.items()):
             if loop.rows is not None:
-                loop.drop([part.owner is flight for part in loop.rows.parts for _ in range(part.count)])
+                loop.drop([part.in_flight is item for part in loop.rows.parts for _ in range(part.count)])
             if not len(loop):
                 del self.loops[stage]
-        self._forget(flight)
+        self._forget(item)
 
-    def _forget(self, flight: InFlight) -> None:
-        self.flights.discard(flight)
-        flight.part.owner = None  # part and flight refer to each other, and would keep the cache until the garbage collector comes
+    def _forget(self, item: InFlight) -> None:
+        self.in_flight.discard(item)
+        item.part.in_flight = None  # part and flight refer to each other, and would keep the cache until the garbage collector comes
 
-    def _without(self, waiting: Waiting, flight: InFlight) -> Waiting:
-        kept = [f for f in waiting.flights if f is not flight]
-        states = dict(zip(waiting.flights, _split(waiting), strict=True))
+    def _without(self, waiting: WaitingRows, item: InFlight) -> WaitingRows:
+        kept = [f for f in waiting.in_flight if f is not item]
+        states = dict(zip(waiting.in_flight, _split(waiting), strict=True))
         rows = Rows([f.part for f in kept], torch.cat([f.ids for f in kept], dim=1), self.engine.kernels)
-        return Waiting(kept, rows, torch.cat([states[f] for f in kept]), waiting.arrived, waiting.steps)
+        return WaitingRows(kept, rows, torch.cat([states[f] for f in kept]), waiting.arrived, waiting.steps)
 
-    def split(self, stage: int) -> "Pipeline":
+    def split(self, stage: int) -> "Batch":
         """Take out the rows that are at a stage, as a pipeline of their own."""
-        new = Pipeline(self.engine)
+        new = Batch(self.engine)
         if stage in self.loops:
             loop = new.loops[stage] = self.loops.pop(stage)
             assert loop.rows is not None
-            new.flights.update(part.owner for part in loop.rows.parts)
+            new.in_flight.update(part.in_flight for part in loop.rows.parts)
         if stage in self.waiting:
             new.waiting[stage] = self.waiting.pop(stage)
-            new.flights.update(f for w in new.waiting[stage] for f in w.flights)
-        self.flights -= new.flights
+            new.in_flight.update(f for w in new.waiting[stage] for f in w.in_flight)
+        self.in_flight -= new.in_flight
         return new
 
-    def shares(self) -> Iterator[Share]:
+    def clients(self) -> Iterator[Client]:
         """Of those whose tokens are in flight."""
-        return (flight.request.share for flight in self.flights if flight.request is not None)
+        return (item.request.client for item in self.in_flight if item.request is not None)
 
 
 def _stack(states: list[Tensor]) -> Tensor:
     return states[0] if len(states) == 1 else torch.cat(states)
 
 
-def _split(waiting: Waiting) -> Iterable[Tensor]:
+def _split(waiting: WaitingRows) -> Iterable[Tensor]:
     """The states of each flight, (n, C)."""
-    if len(waiting.flights) == 1:
+    if len(waiting.in_flight) == 1:
         return (waiting.x,)
-    return torch.split(waiting.x, [flight.part.count for flight in waiting.flights])  # type: ignore[no-untyped-call, no-any-return]
+    return torch.split(waiting.x, [item.part.count for item in waiting.in_flight])  # type: ignore[no-untyped-call, no-any-return]

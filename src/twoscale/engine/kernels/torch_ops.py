@@ -19,7 +19,7 @@ from twoscale.geometry.steps import length
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm
 
 if TYPE_CHECKING:
-    from twoscale.engine.cache import LayerCache, Place
+    from twoscale.engine.cache import LayerCache, Positions
     from twoscale.engine.rows import Part, Rows
 
 
@@ -31,7 +31,7 @@ def _slot_positions(capacity: int) -> int:
     return max(MIN_POSITIONS, 1 << (capacity - 1).bit_length())
 
 
-class EagerNorm(nn.Module):
+class TorchNorm(nn.Module):
     """RMSNorm in a few operations: x sqrt(C) / sqrt(||x||^2 + C eps) * gain."""
 
     def __init__(self, norm: RMSNorm) -> None:
@@ -49,12 +49,12 @@ def measure(before: Tensor, after: Tensor, last: Tensor) -> tuple[Numbers, ...]:
     """||D||, ||D - last||, ||last|| and ||before|| for the step D = after - before of every row (N, C); `last` becomes D."""
     before = before.float()
     step = after.float() - before
-    found = length(step), length(step - last), length(last), length(before)
+    numbers = length(step), length(step - last), length(last), length(before)
     last.copy_(step)
-    return found
+    return numbers
 
 
-class EagerKernels(Kernels):
+class TorchKernels(Kernels):
     """torch's operators on the model's own weights."""
 
     name = "torch"
@@ -68,7 +68,7 @@ class EagerKernels(Kernels):
         raise AssertionError("the model's own linear maps are used")
 
     def norm(self, norm: RMSNorm) -> nn.Module:
-        return EagerNorm(norm)
+        return TorchNorm(norm)
 
     def mlp(self, mlp: MLP, up: nn.Module, down: nn.Module) -> nn.Module:
         new = MLP.__new__(MLP)
@@ -80,7 +80,7 @@ class EagerKernels(Kernels):
         return block
 
     def bind(self, rows: "Rows") -> RowKernels:
-        return EagerRows(rows, self.batch_attention)
+        return TorchRows(rows, self.batch_attention)
 
     def meter(self) -> Meter:
         return measure
@@ -88,57 +88,57 @@ class EagerKernels(Kernels):
     def for_engine(self) -> Kernels:
         return type(self)(self.batch_attention)
 
-    def expect_sequences(self, capacities: Sequence[int]) -> None:
-        self.slots.expected = Counter(map(_slot_positions, capacities))
+    def hint_capacities(self, capacities: Sequence[int]) -> None:
+        self.slots.n_expected = Counter(map(_slot_positions, capacities))
 
     def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
         L, J, T, D = shape
-        slot = self.slots.take(layer, (L, J, _slot_positions(T), D), like)
+        slot = self.slots.allocate(layer, (L, J, _slot_positions(T), D), like)
         return slot.keys[:, :, :T], slot.values[:, :, :T], slot
 
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return 0, 0
 
-    def settle(self, store: "LayerCache", k: int, at: "Place") -> None:
-        level = (k - 1) % store.max_levels
-        for held in (store.keys, store.values):
-            held[k : store.depth, :, at] = held[level, :, at]
+    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
+        level = (k - 1) % layer_cache.max_levels
+        for tensor in (layer_cache.keys, layer_cache.values):
+            tensor[k : layer_cache.n_levels, :, at] = tensor[level, :, at]
 
 
-class EagerRows:
+class TorchRows:
     """Attention of rows: single tokens of many sequences in one call a slab, parts of several tokens one by one."""
 
     def __init__(self, rows: "Rows", batch_attention: bool) -> None:
         self.parts, self.positions, self.n = rows.parts, rows.positions, rows.n  # not `rows`, which refer to this object
         self.masks: dict[object, Tensor | None] = {}
         self.indices: dict[tuple[int, ...], Tensor] = {}
-        self.together = batch_attention and len(rows.parts) > 1 and rows.one_each
+        self.one_row_per_sequence = batch_attention and len(rows.parts) > 1 and rows.one_row_per_part
         """Whether there are several sequences with one token each."""
 
     def attention(self, layer: int) -> Attend:
-        attend = self._attend_slabs if self.together else self._attend_parts
+        attend = self._attend_slabs if self.one_row_per_sequence else self._attend_parts
         return lambda q, k, v: attend(layer, q, k, v)
 
     def _attend_slabs(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): one call for the sequences of a slab, shorter ones masked."""
         by_slab: dict[Slab, list[tuple[int, int, int]]] = {}
         for i, part in enumerate(self.parts):
-            store = part.cache.layers[layer]
-            level, slot = store.open_level(part.k or 1, part.cache.length), store.slot
+            layer_cache = part.cache.layers[layer]
+            level, slot = layer_cache.ensure_level(part.k or 1, part.cache.length), layer_cache.slot
             assert isinstance(slot, Slot)
             by_slab.setdefault(slot.slab, []).append((i, slot.index, level))
         if len(by_slab) == 1:
-            ((slab, found),) = by_slab.items()
-            return self._attend_slab(slab, found, q[0], k[0], v[0])[None]
+            ((slab, entries),) = by_slab.items()
+            return self._attend_slab(slab, entries, q[0], k[0], v[0])[None]
         out = torch.empty_like(q)
-        for slab, found in by_slab.items():
-            index = self._index([i for i, _, _ in found])
-            out[0, index] = self._attend_slab(slab, found, q[0, index], k[0, index], v[0, index])
+        for slab, entries in by_slab.items():
+            index = self._index([i for i, _, _ in entries])
+            out[0, index] = self._attend_slab(slab, entries, q[0, index], k[0, index], v[0, index])
         return out
 
-    def _attend_slab(self, slab: Slab, found: list[tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_slab(self, slab: Slab, entries: list[tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (n, H, D), k and v (n, J, D) of rows (place, slot, level) -> (n, H, D)."""
-        places, slots, levels = ([entry[i] for entry in found] for i in range(3))
+        places, slots, levels = ([entry[i] for entry in entries] for i in range(3))
         parts = [self.parts[i] for i in places]
         positions = self.positions if len(places) == self.n else self.positions[self._index(places)]
         longest = max(part.end for part in parts)
@@ -176,10 +176,10 @@ class EagerRows:
         gqa = q.shape[2] != k.shape[2]
         outs, first = [], 0
         for i, part in enumerate(self.parts):
-            store, rows = part.cache.layers[layer], slice(first, first + part.count)
+            layer_cache, rows = part.cache.layers[layer], slice(first, first + part.count)
             new_keys, new_values = (x[0, rows].transpose(0, 1) for x in (k, v))
             at = slice(part.at, part.at + 1) if isinstance(part.at, int) else part.at
-            keys, values = store.write(part.k or 1, at, new_keys, new_values, part.end, part.cache.length)
+            keys, values = layer_cache.write(part.k or 1, at, new_keys, new_values, part.end, part.cache.length)
             mask = None if part.causal or part.count == 1 else self._causal(i, part, first, q.dtype)
             y = F.scaled_dot_product_attention(
                 q[:, rows].transpose(1, 2), keys[None], values[None], attn_mask=mask, is_causal=part.causal, enable_gqa=gqa
