@@ -108,7 +108,7 @@ def test_position_outside_the_cache() -> None:
     cache = engine.new_cache(3, loop_params(engine.model, loops=2))
     rows = Rows([make_part(0, cache, 3, 1)], torch.tensor([[3], [0]]), engine.kernels)
     with pytest.raises(IndexError, match="position 3 lies outside a cache for 3 tokens"):
-        engine.plain(0, engine.embed(rows), rows)
+        engine.run_plain_stage(0, engine.embed(rows), rows)
 
 
 def test_half_precision_model() -> None:

@@ -1,9 +1,9 @@
-"""The engine: a model that is ready to decode. It applies stages to rows; what differs between requests travels with their rows.
+"""The engine: a model prepared for decoding, which computes the stages of the network for the rows of a batch.
 
     engine = Engine(model)
     cache = engine.open(512, loop_params(model, exit=exits.Acceleration(1e-2), loops=30))
-    x, steps = engine.run([(0, cache, [5, 7, 9])])    # three tokens of sequence 0, in parallel
-    x, steps = engine.run([(0, cache, [2])])          # one more, through the cache
+    x, steps = engine.run([(0, cache, [5, 7, 9])])    # prefill: three tokens in parallel
+    x, steps = engine.run([(0, cache, [2])])          # decode: one more token
 
 Shapes: N rows, C width, G group.
 """
@@ -24,18 +24,18 @@ from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.layers import Rope
 from twoscale.model.start import start_state
 
-SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's number, its cache, and its next tokens
+SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's index in the batch, its cache, and its next tokens
 
-MAX_TABLE_SIZE = 1 << 24  # entries of a table of start states for all positions; without it they are computed for each token
-MAX_TABLES = 4  # seeds whose tables are kept
+MAX_TABLE_SIZE = 1 << 24  # entries; if start states of all positions would need more, they are computed for each token instead
+MAX_TABLES = 4  # seeds whose tables of start states are cached
 
 
 class Engine:
-    """A model, as a copy for decoding."""
+    """A model prepared for decoding."""
 
     def __init__(self, model: LoopedGPT, *, kernels: KernelName = "auto", decode_copy: DecodeCopy | None = None) -> None:
-        """`copy` is the model's by `optimize_for_decode`, for a caller who makes many engines; without it all weights are read once,
-        to see whether the copy at hand is still right. An engine decodes with the weights as they were when it was made."""
+        """`decode_copy` is the result of `optimize_for_decode`, for callers who make many engines. Without it the weights are hashed once
+        to check whether the cached copy is up to date. Later changes of the model's weights do not affect the engine."""
         self.config = model.config
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         decode_copy = DecodeCopy(model, TorchKernels()) if autocast else decode_copy or optimize_for_decode(model, kernels)
@@ -44,28 +44,29 @@ class Engine:
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else model.wte.weight.dtype
         self._like = torch.empty(0, dtype=dtype, device=self.device)
         self.loop_steps = [0] * self.config.n_groups
-        """Applications of each group's map to one token, so far."""
+        """For each group, the loop steps of all tokens so far."""
         self.first_layers = [0]
+        """Index of the first layer of each stage."""
         for layers, _ in self.config.stages:
             self.first_layers.append(self.first_layers[-1] + len(layers))
         self._origin = model
 
     def new_cache(self, capacity: int, params: LoopParams) -> Cache:
-        """An empty cache for one sequence."""
+        """An empty KV cache for one sequence."""
         return Cache(self.config, min(capacity, self.config.block_size), params, self._like, self.kernels)
 
     def embed(self, rows: Rows) -> Tensor:
-        """(N, C)."""
+        """Token and position embeddings of the rows, (N, C)."""
         return self.model.embed(rows.tokens, rows.positions)
 
     def rope(self, rows: Rows) -> Rope | None:
-        """Rotary angles of the rows' positions."""
+        """Rotary angles at the rows' positions; None if the model has none."""
         if rows.rope is None:
             rows.rope = (self.model.rope(rows.positions),)
         return rows.rope[0]
 
     def run_plain_stage(self, stage: int, x: Tensor, rows: Rows) -> Tensor:
-        """The layers of a plain stage on rows (N, C)."""
+        """The layers of a plain (not looped) stage on rows (N, C)."""
         blocks = self.model.stages[stage].blocks
         attend, rope = rows.attention(self.first_layers[stage], len(blocks)), self.rope(rows)  # type: ignore[arg-type]
         x = x[None]
@@ -77,7 +78,7 @@ class Engine:
         return StateNoise(seed)
 
     def start_states(self, group: int, e: Tensor, rows: Rows) -> Tensor:
-        """x^(0) of rows whose input is e (N, C)."""
+        """Initial states x^(0) of rows that enter a group with the input e (N, C)."""
         seeds = {part.cache.params.seed for part in rows.parts}
         if len(seeds) == 1:
             return self._start_states(group, e, rows.positions, seeds.pop())
@@ -92,7 +93,7 @@ class Engine:
         c = self.config
         if c.start != "noise" or c.block_size * c.n_embd > MAX_TABLE_SIZE:
             return start_state(c, group, e, positions, self.noise(seed))
-        tables = _tables_of(self._origin, seed, self._like)
+        tables = _start_tables(self._origin, seed, self._like)
         if group not in tables:
             all_positions = torch.arange(c.block_size, device=e.device)
             tables[group] = self.noise(seed)(group, all_positions, c.n_embd).to(self._like)
@@ -102,11 +103,11 @@ class Engine:
     def run(
         self, inputs: Sequence[SequenceInput], start: Sequence[Tensor] | None = None, stages: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens of several sequences, through all stages: states before the closing norm (N, C), and steps (N, G).
+        """A forward pass of the next tokens of several sequences: states before the final norm (N, C), and loop steps (N, G).
 
-        Rows are stacked in the order of `feeds`. `start` gives the groups' initial states, one (N, C) each. Where a rule wants the tokens
-        of a sequence one after the other they go through in as many passes. The embedding and the state after each stage, (N, C) each,
-        are appended to `stages` where a list is given.
+        Rows are stacked in the order of `inputs`. `start` gives the groups' initial states, one (N, C) each. If a rule needs the tokens
+        of a sequence one at a time, there is one pass for each. The embedding and the state after each stage, (N, C) each, are appended to the
+        list `stages` if it is given.
         """
         from twoscale.engine.batch import Batch
 
@@ -150,8 +151,8 @@ _TABLES: WeakKeyDictionary[LoopedGPT, dict[object, dict[int, Tensor]]] = WeakKey
 _TABLES_LOCK = threading.Lock()
 
 
-def _tables_of(model: LoopedGPT, seed: int, like: Tensor) -> dict[int, Tensor]:
-    """Start states of all positions, by group: the engines of a model share those of the last few seeds."""
+def _start_tables(model: LoopedGPT, seed: int, like: Tensor) -> dict[int, Tensor]:
+    """Start states of all positions, by group, for one seed. Shared by all engines of a model; the last MAX_TABLES seeds are kept."""
     key = (seed, like.dtype, like.device)
     with _TABLES_LOCK:
         tables = _TABLES.setdefault(model, {})

@@ -1,14 +1,14 @@
-"""Fair shares: how clients divide the engine among themselves.
+"""Fair scheduling between clients, by virtual time (as in start-time fair queuing, or the virtual token counter of VTC).
 
-A share (all texts of one HTTP request) has a virtual time: the layer applications that its rows have taken. Those who have had the least go
-first, between two calls of the engine, so a client that asks for much slows the others down by its share and no more. A share that begins
-has the virtual time of the one that is being served: the past of the others is neither a debt nor a credit.
+A client is all sequences of one HTTP request. Its virtual time is the service that it has received: layer applications to one row. The
+client with the smallest virtual time goes first; the choice is made anew between two calls of the engine, so a client with many long
+sequences slows the others down no more than its share. A new client starts at the current virtual time, so the past does not count.
 
-Three bounds on one share while there are others:
+Limits of one client while there are others:
 
-    rows in a round   no more than all others together have, and none while it has several texts and is ahead of the others
-    running texts     half of max_num_seqs; a share without a running text begins even where all of them are taken
-    cache bytes       half of what the others leave; alone, three quarters of it, so that there is room for whoever comes
+    sequences in a batch   at most as many as all others together; none while it has several sequences and is ahead of the others
+    running sequences      half of max_num_seqs; a client without a running sequence may pause those of others
+    cache bytes            half of what the others leave free; without others three quarters, so that a new client can start
 """
 
 from collections import Counter
@@ -18,27 +18,27 @@ from itertools import zip_longest
 
 from twoscale.engine.request import Client, Request
 
-QUANTUM = 16.0  # layer applications of one row: a share may be ahead of another by this much before it lets it go first
-CACHE_ALONE, CACHE_CONTESTED = 0.75, 0.5  # of the cache that the others leave
+QUANTUM = 16.0  # layer applications to one row: how far a client may be ahead of another before the other goes first
+CACHE_ALONE, CACHE_CONTESTED = 0.75, 0.5  # share of the cache that the others leave free
 
 
 @dataclass
 class FairShares:
-    """The order in which requests are served."""
+    """Which waiting request starts next, and how much cache each client has reserved."""
 
     virtual_time: float = 0.0
-    """Virtual time of the share that is being served."""
+    """Virtual time of the client that is being served."""
     reserved: Counter[Client] = field(default_factory=Counter)
-    """Bytes of cache that the running texts of each share may come to hold."""
+    """For each client, the cache bytes that its running sequences need at their full length."""
 
     def begin(self, request: Request, size: int) -> None:
-        """A text begins to run, with so many bytes of cache."""
+        """A request starts running and reserves `size` cache bytes."""
         if request.client not in self.reserved:
             request.client.virtual_time = max(request.client.virtual_time, self.virtual_time)
         self.reserved[request.client] += size
 
     def end(self, request: Request, size: int) -> None:
-        """A text has ended."""
+        """A running request has ended."""
         self.reserved[request.client] -= size
         if self.reserved[request.client] <= 0:
             del self.reserved[request.client]
@@ -46,12 +46,12 @@ class FairShares:
     def next(
         self, waiting: Iterable[Request], running: Sequence[Request], max_num_seqs: int, cache: float, size: Callable[[Request], int]
     ) -> Request | None:
-        """The waiting text that is to begin now, if any: of the share with the fewest running ones, first come, first served.
+        """The waiting request that may start now, or None. The client with the fewest running requests goes first.
 
-        A share without a running text is not overtaken where its cache does not fit yet.
+        If the first request of a client without a running one does not fit the cache yet, no other request is started before it.
         """
         n_running = Counter(request.client for request in running)
-        if len(n_running) >= max_num_seqs:  # each of them is another client's
+        if len(n_running) >= max_num_seqs:  # one sequence of each of max_num_seqs clients
             return None
         firsts: dict[Client, Request] = {}
         for request in waiting:
@@ -69,23 +69,23 @@ class FairShares:
         return None
 
 
-def clients_ahead(n_running: Mapping[Client, Sequence[object]]) -> list[Client]:
-    """The shares with several texts that are ahead of another one by more than QUANTUM."""
-    least = min(client.virtual_time for client in n_running)
-    return [client for client, own in n_running.items() if len(own) > 1 and client.virtual_time > least + QUANTUM]
+def clients_ahead(requests: Mapping[Client, Sequence[object]]) -> list[Client]:
+    """The clients with several requests that are ahead of another client by more than QUANTUM."""
+    least = min(client.virtual_time for client in requests)
+    return [client for client, own in requests.items() if len(own) > 1 and client.virtual_time > least + QUANTUM]
 
 
-def select_for_batch(requests: Sequence[Request], rows: int, in_flight: Sequence[Request] = ()) -> list[Request]:
-    """Texts for one round, at most `rows`; shares take turns, the one that has had the least first. `beside` are in flight already.
+def select_for_batch(requests: Sequence[Request], max_requests: int, in_flight: Sequence[Request] = ()) -> list[Request]:
+    """At most `max_requests` of the idle requests for one batch. Clients take turns, the smallest virtual time first.
 
-    Beyond its first text a share has no more of them than all others have together. One with several texts that is ahead of the others has
-    none: it has a round when they have caught up with it.
+    `in_flight` are the requests that the batch has already. Beyond its first request a client gets no more than all others together. A
+    client with several requests that is ahead of the others gets none: it is served in a later batch.
     """
     by_client: dict[Client, list[Request]] = {}
     for request in requests:
         by_client.setdefault(request.client, []).append(request)
     if len(by_client) == 1 and not in_flight:
-        return list(requests[:rows])
+        return list(requests[:max_requests])
     all_requests: dict[Client, list[Request]] = {client: list(own) for client, own in by_client.items()}
     for request in in_flight:
         all_requests.setdefault(request.client, []).append(request)
@@ -97,4 +97,4 @@ def select_for_batch(requests: Sequence[Request], rows: int, in_flight: Sequence
         others = sum(len(by_client[client]) for client in clients if client is not largest)
         del by_client[largest][max(1, others) :]
     turns = zip_longest(*(by_client[client] for client in clients))
-    return [request for texts_ in turns for request in texts_ if request is not None][:rows]
+    return [request for turn in turns for request in turn if request is not None][:max_requests]

@@ -1,7 +1,7 @@
-"""The next tokens from logits: the most likely ones, or draws that are functions of their keys.
+"""Sampling: the next tokens of a batch from its logits, greedy or random.
 
-All rows go through one call, each with its own settings. A row's token depends on its own logits, settings and key alone: the
-key of a draw is (seed, stream, index), so neither the batch nor the order of requests changes it.
+All rows are sampled in one call, each with its own parameters. A row's token depends only on its own logits, parameters and random key
+(seed, sample_index, token_index), so neither the batch nor the order of requests changes it.
 
 Shapes: N rows, V vocabulary.
 """
@@ -16,15 +16,15 @@ from twoscale.engine.kernels.library import Library, floats, native, pointer, th
 from twoscale.engine.request import Draw
 
 _MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
-_ROUNDING = 1e-6  # top_p is reached up to the rounding of fp32 weights
+_ROUNDING = 1e-6  # relative tolerance of top_p, for the rounding of fp32 weights
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What `sample` found."""
+    """The result of `sample`."""
 
     tokens: list[int]
-    """One for each row; 0 where the row is not finite."""
+    """One for each row; 0 if the row is not finite."""
     finite: list[bool]
     """Whether all logits of the row are finite."""
 
@@ -41,7 +41,7 @@ def _sample_native(library: Library, logits: Tensor, draws: Sequence[Draw]) -> S
     """One call of sample.c for all rows."""
     n, V = logits.shape
     logits = logits.to(torch.float32).contiguous()
-    # Temperatures below 1e-30 have no fp32 inverse, and take the most likely token anyway.
+    # A temperature below 1e-30 has no fp32 inverse; it gives the most likely token anyway.
     temperature = [max(d.params.temperature, 1e-30) if d.params.temperature else 0.0 for d in draws]
     top_k = [min(d.params.top_k or 0, V) for d in draws]
     top_p = [1.0 if d.params.top_p is None else d.params.top_p for d in draws]
@@ -66,7 +66,7 @@ def _tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
 
 
 def _sample_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
-    """The same by torch's operators, in fp64: what GPUs take, and the reference for the kernel."""
+    """The same with torch's operators in fp64: for GPUs, and the reference for the kernel."""
     finite = logits.isfinite().all(dim=1)
     tokens = logits.argmax(dim=1)
     sampled_rows = [i for i, d in enumerate(draws) if d.params.temperature and d.params.top_k != 1]
@@ -77,7 +77,7 @@ def _sample_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
 
 
 def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
-    """Tokens (N,) by the cumulative sum of weights in vocabulary order; temperatures are above zero."""
+    """Tokens (N,) by inverse transform sampling in vocabulary order; all temperatures are above zero."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
@@ -97,5 +97,5 @@ def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
         weights = torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill_(~kept, 0.0))
     total = weights.cumsum(dim=1)
     chosen = torch.searchsorted(total, column([d.uniform for d in draws]) * total[:, -1:], right=True)[:, 0]
-    last = V - 1 - (weights.flip(1) > 0).to(torch.int8).argmax(dim=1)  # rounding must not lead past the last token with weight
+    last = V - 1 - (weights.flip(1) > 0).to(torch.int8).argmax(dim=1)  # rounding must not select a token after the last one with weight
     return torch.minimum(chosen, last)

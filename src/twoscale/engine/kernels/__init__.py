@@ -1,4 +1,4 @@
-"""Kernels: one interface (`base.Kernels`), three implementations (`native`, `packed`, `eager`), and the decode copy that uses them."""
+"""Kernels: one interface (`base.Kernels`), three implementations (`native`, `packed`, `torch_ops`), and the decode copy of a model."""
 
 from twoscale.engine.kernels.base import Kernels, RowKernels
 from twoscale.engine.kernels.decode_copy import DecodeCopy, KernelName, choose_kernels, optimize_for_decode
