@@ -106,8 +106,8 @@ class Engine:
         """A forward pass of the next tokens of several sequences: states before the final norm (N, C), and loop steps (N, G).
 
         Rows are stacked in the order of `inputs`. `start` gives the groups' initial states, one (N, C) each. If a rule needs the tokens
-        of a sequence one at a time, there is one pass for each. The embedding and the state after each stage, (N, C) each, are appended to the
-        list `stages` if it is given.
+        of a sequence one at a time, there is one pass for each. The embedding and the state after each stage, (N, C) each, are appended to
+        the list `stages` if it is given.
         """
         from twoscale.engine.batch import Batch
 

@@ -1,4 +1,4 @@
-"""What comes in, as OpenAI's clients send it, with our additions: `exit`, `tau`, `loops` and `kv`."""
+"""The schema of a completion request (OpenAI's, plus `exit`, `tau`, `loops` and `kv`), and its conversion to engine requests."""
 
 import difflib
 import secrets
@@ -22,14 +22,14 @@ Number = FiniteFloat | int
 
 
 class StrictModel(BaseModel):
-    """An object that has no fields but these."""
+    """A pydantic model that accepts no unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, body: Any) -> Any:
-        """Refuse an unknown field by its name. The first one is enough: pydantic would list them all."""
+        """Refuse the first unknown field by name, with the closest known one. Pydantic alone would list all of them."""
         unknown = next((name for name in body if name not in cls.model_fields), None) if isinstance(body, dict) else None
         if unknown is None:
             return body
@@ -41,21 +41,21 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
-    """What is asked of a stream."""
+    """`stream_options` of a request."""
 
     include_usage: bool | None = False
     include_obfuscation: bool | None = Field(None, description="accepted, without effect")
 
 
 class CompletionRequest(StrictModel):
-    """A request for /v1/completions."""
+    """The body of POST /v1/completions."""
 
     model: str = Field("", max_length=200)
     prompt: str | Tokens | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Tokens], Field(fail_fast=True)] = Field(...)
     max_tokens: int | None = Field(16, ge=1, le=1_000_000)
     temperature: Number | None = Field(1.0, ge=0, le=2)
     top_p: Number | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="draw among the k most likely tokens; 0 and -1 are all")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="sample from the k most likely tokens; 0 and -1: from all")
     n: int | None = Field(1, ge=1, le=MAX_N)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -63,13 +63,15 @@ class CompletionRequest(StrictModel):
     echo: Literal[False] | None = False
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
-    suffix: Literal[""] | None = Field(None, description="not served; so are the next four, where they are more than nothing")
+    suffix: Literal[""] | None = Field(
+        None, description="not supported; only the empty or neutral value is accepted here and in the next four fields"
+    )
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     presence_penalty: Number | None = Field(0, ge=0, le=0)
     frequency_penalty: Number | None = Field(0, ge=0, le=0)
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    user: Annotated[str, Field(max_length=1000)] | None = Field(None, description="accepted, without effect; so are the next two")
+    user: Annotated[str, Field(max_length=1000)] | None = Field(None, description="accepted, without effect, as are the next two")
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     exit: str | None = Field(None, max_length=200, description="`auto` (as calibrated), `none`, NAME or NAME:VALUE,setting=value")
@@ -79,16 +81,17 @@ class CompletionRequest(StrictModel):
 
     @property
     def n_per_prompt(self) -> int:
-        """Answers to each prompt."""
+        """Completions of each prompt."""
         return self.n or 1
 
     def stop_strings(self) -> list[str]:
+        """`stop` as a list, without empty strings."""
         found = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [word for word in found if word]
 
 
 class InvalidRequest(UserError):
-    """A request that cannot be served, with the name of what is wrong."""
+    """A request that cannot be served: the HTTP status, and the parameter at fault."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -98,11 +101,11 @@ class InvalidRequest(UserError):
 def engine_requests(
     body: CompletionRequest, prompts: list[list[int]], model: LoopedGPT, eot: int, calibrated: tuple[Any, int] | None, max_loops: int
 ) -> list[Request]:
-    """The engine's requests: n for each prompt."""
+    """The requests to the engine, n for each prompt. `calibrated` are the model's calibrated rules and loops."""
     if body.best_of is not None and body.best_of > body.n_per_prompt:
-        raise InvalidRequest("best_of is not served", "best_of")
+        raise InvalidRequest("best_of is not supported", "best_of")
     if len(prompts) * body.n_per_prompt > MAX_SEQUENCES:
-        raise InvalidRequest(f"at most {MAX_SEQUENCES} texts in a request", "n")
+        raise InvalidRequest(f"at most {MAX_SEQUENCES} completions (prompts times n) in a request", "n")
     params = parse_loop_params(body, model, calibrated, max_loops)
     stop_token_ids = body.stop_token_ids or []
     if max(stop_token_ids, default=0) >= model.config.vocab_size:
@@ -130,7 +133,7 @@ def engine_requests(
 
 
 def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibrated: tuple[Any, int] | None, max_loops: int) -> LoopParams:
-    """Rule, loops and cache of a request."""
+    """The loop parameters of a request: exit rules, loops and kv."""
     rule: Any = body.exit
     loops: Any = body.loops
     if not model.config.n_groups and (loops is not None or body.tau is not None or rule not in (None, "none")):
@@ -149,7 +152,7 @@ def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibrated: tup
         rule = f"{rule}:{float(body.tau)!r}"
     try:
         if isinstance(rule, str) and exits.kind_of(rule) is exits.Learned:
-            raise UserError("a learned rule has its weights in a file, which no request may name")
+            raise UserError("a learned rule has its weights in a file, which a request may not name")
         params = loop_params(model, exit=rule, loops=loops, kv=body.kv)
         if body.loops is not None and max(params.loops, default=0) > max_loops:
             raise UserError(f"at most {max_loops} loops are served")

@@ -21,20 +21,22 @@ from twoscale.serve.server import Choice, Server
 from twoscale.serve.worker import Busy, InternalError
 
 T = TypeVar("T")
-NO_KEY = ("/health",)  # paths that need no key
-SERVED = "there are POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
+PUBLIC_PATHS = ("/health",)  # need no API key
+ENDPOINTS = "there are POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
 NO_CHAT = "this is a base model without a chat template: send its text to /v1/completions"
 
 
 def error(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
-    """As OpenAI's clients expect it."""
-    message = message.encode("utf-8", "replace").decode()  # what came in may hold halves of characters
+    """An error response in OpenAI's format."""
+    message = message.encode("utf-8", "replace").decode()  # the message may quote lone surrogates
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
 
 
 class Guard:
-    """Who may come in, and with how much. Answers go out untouched: a middleware of Starlette's own would hand on every token twice."""
+    """ASGI middleware that checks the API key and the size of the body.
+
+    Not a Starlette BaseHTTPMiddleware, which would add overhead to every streamed token."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self.app, self.server = app, server
@@ -43,7 +45,7 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         key, limit, headers = self.server.key, self.server.limits.max_body, Headers(scope=scope)
-        if key is not None and scope["path"] not in NO_KEY:
+        if key is not None and scope["path"] not in PUBLIC_PATHS:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             if not hmac.compare_digest(token.strip().encode("latin-1"), key.encode()) or scheme.lower() != "bearer":
                 refusal = error(401, "give the API key as a bearer token", headers={"WWW-Authenticate": "Bearer"})
@@ -59,16 +61,16 @@ class Guard:
             content, more = content + message.get("body", b""), message.get("more_body", False)
             if len(content) > limit:
                 return await error(413, f"a request has at most {limit} bytes")(scope, receive, send)
-        whole: list[Message] = [{"type": "http.request", "body": content, "more_body": False}] if scope["method"] == "POST" else []
+        complete: list[Message] = [{"type": "http.request", "body": content, "more_body": False}] if scope["method"] == "POST" else []
 
         async def receive_again() -> Message:
-            return whole.pop() if whole else await receive()
+            return complete.pop() if complete else await receive()
 
         return await self.app(scope, receive_again, send)
 
 
 def create_app(server: Server) -> FastAPI:
-    """The application."""
+    """The FastAPI application of a server."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -95,7 +97,7 @@ def create_app(server: Server) -> FastAPI:
             return error(problem.status_code, str(problem.detail))
         asked = f"{request.method} {request.url.path[:100]} is not served here"
         return error(
-            problem.status_code, f"{asked}: {NO_CHAT if '/chat/' in request.url.path else SERVED}", headers=dict(problem.headers or {})
+            problem.status_code, f"{asked}: {NO_CHAT if '/chat/' in request.url.path else ENDPOINTS}", headers=dict(problem.headers or {})
         )
 
     @app.exception_handler(InvalidRequest)
@@ -149,26 +151,26 @@ def create_app(server: Server) -> FastAPI:
 
 
 async def _or_disconnect(work: Awaitable[T], request: Request) -> T:
-    """What comes of some work, unless the client goes away first: then the work ends there, and ClientDisconnect is raised."""
+    """The result of `work`. If the client disconnects first, `work` is cancelled and ClientDisconnect is raised."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return await working
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _complete_response(server: Server, body: CompletionRequest, choices: list[Choice], request: Request) -> Response:
-    """The answer in one piece."""
+    """The whole answer in one response."""
 
     async def collect() -> None:
         async for _ in server.updates(choices):
@@ -178,11 +180,11 @@ async def _complete_response(server: Server, body: CompletionRequest, choices: l
         await _or_disconnect(collect(), request)
     except ClientDisconnect:
         return Response(status_code=499)
-    answers = [server.choice_json(i, c, c.text) for i, c in enumerate(choices)]
+    completions = [server.choice_json(i, c, c.text) for i, c in enumerate(choices)]
     return JSONResponse(
         {
             **server.response_fields(),
-            "choices": answers,
+            "choices": completions,
             "usage": server.usage(choices, body.n_per_prompt),
             "twoscale": server.loop_summary(choices),
         }
@@ -190,7 +192,7 @@ async def _complete_response(server: Server, body: CompletionRequest, choices: l
 
 
 async def _events(server: Server, body: CompletionRequest, choices: list[Choice]) -> AsyncGenerator[str]:
-    """The answer token by token, as server-sent events. What goes wrong before the first one is raised, later it is an event."""
+    """The answer as server-sent events, token by token. An error before the first event is raised; a later one is sent as an event."""
     shared, started = server.response_fields(), False
 
     def event(content: dict[str, Any]) -> str:
@@ -214,7 +216,7 @@ async def _events(server: Server, body: CompletionRequest, choices: list[Choice]
 
 
 async def _stream_response(events: AsyncGenerator[str], request: Request) -> Response:
-    """The events; the first one is waited for, so that what is refused is refused by status and not inside the stream."""
+    """A streaming response. It begins after the first event, so that an early error has an HTTP status of its own."""
 
     async def rest(first: str) -> AsyncIterator[str]:
         try:

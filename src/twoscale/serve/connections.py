@@ -1,8 +1,8 @@
-"""HTTP connections with bounds: how many are open, and how long a client may take to send a request and to read its answer.
+"""Limits of HTTP connections: how many may be open, and how long a client may take to send a request and to read the response.
 
-uvicorn alone has none of these: half a header stays open for ever, and asyncio's accept loop logs an error for every connection that it
-cannot accept. `HTTPServer` is a uvicorn server that accepts connections itself. Where too many are open, the one that has been waiting for
-its client the longest is closed, so a new client always gets in, whatever others have left half open.
+uvicorn has none of these limits: an incomplete header stays open for ever, and asyncio's accept loop logs an error for every connection
+that it cannot accept. `HTTPServer` is a uvicorn server that accepts connections itself. If too many are open, it closes the one that has
+waited longest for data of its client, so half-open connections cannot keep new clients out.
 """
 
 import asyncio
@@ -25,23 +25,24 @@ try:
 except ModuleNotFoundError:  # not a Unix system
     resource = None  # type: ignore[assignment]
 
-ACCEPT_BATCH = 4  # connections that are accepted before the event loop has its turn
-SEND_BUFFER = 1 << 17  # bytes that the system keeps for a client that does not read; by itself it would keep megabytes
-ACCEPT_RETRY = 0.1  # seconds until accepting is tried again after an error
+ACCEPT_BATCH = 4  # connections accepted before other tasks of the event loop run
+SEND_BUFFER = 1 << 17  # socket send buffer in bytes; the system's default may be megabytes for a client that does not read
+ACCEPT_RETRY = 0.1  # seconds until the next attempt after an error of accept
 
 
 class Phase(Enum):
-    """What a connection is waiting for."""
+    """The state of a connection."""
 
     HEADERS = "headers"
     BODY = "body"
     ANSWER = "answer"
-    """Of the server: to be computed, or to be read by the client."""
+    """The response is being computed, or sent."""
     IDLE = "idle"
+    """Kept alive after a response, without a new request."""
 
 
 def max_connections(limits: Limits) -> int:
-    """Connections that may be open: as the limits say, and at most three quarters of the files that the process may open."""
+    """The number of connections that may be open: the limit, and at most three quarters of the files that the process may open."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else -1
     return limits.max_connections if files < 0 else max(1, min(limits.max_connections, 3 * files // 4))
 
@@ -53,17 +54,17 @@ class Connections:
         self.limits, self.max_connections = limits, max_connections(limits)
         self.active: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}
-        """Those that wait for their client, the longest one first."""
+        """Connections that wait for data of their client, ordered by the beginning of the wait."""
         self.n_closed = 0
-        """Connections that were closed by a time limit, or to make room for others."""
+        """Connections closed by a time limit, or because too many were open."""
 
     @property
     def full(self) -> bool:
-        """Whether no connection can be accepted: all are being answered."""
+        """Whether no connection can be accepted: the limit is reached and none of them waits for its client."""
         return len(self.active) >= self.max_connections and not self.waiting
 
     def set_phase(self, connection: "Connection", phase: Phase) -> None:
-        """A connection has come to another phase."""
+        """Called when a connection changes its phase."""
         self.waiting.pop(connection, None)
         if phase is not Phase.ANSWER:
             self.waiting[connection] = None
@@ -73,7 +74,7 @@ class Connections:
         self.active.discard(connection)
 
     def make_room(self) -> None:
-        """Close those that have waited longest until no more are open than may be."""
+        """Close the connections that have waited longest until the limit is kept."""
         while len(self.active) > self.max_connections and self.waiting:
             self.close_oldest()
 
@@ -84,10 +85,10 @@ class Connections:
             self.n_closed += 1
             self.discard(oldest)
             oldest.transport.abort()
-            LOG.warning("%d connections are open: those that have waited longest for their client are closed", self.max_connections)
+            LOG.warning("%d connections are open: the ones that have waited longest for their client are closed", self.max_connections)
 
     def close_expired(self, now: float) -> None:
-        """Close the connections whose time is up."""
+        """Close the connections whose deadline has passed."""
         for connection in list(self.active):
             if connection.transport is not None and now > connection.deadline():
                 self.n_closed += connection.phase is not Phase.IDLE
@@ -102,7 +103,7 @@ class Connection(H11Protocol):
         self.registry, self.limits = connections, connections.limits
         self.phase, self.phase_began = Phase.HEADERS, time.monotonic()
         self.write_blocked_since: float | None = None
-        """Since when the client has not read what was written."""
+        """Since when the send buffer is full, because the client does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -133,7 +134,7 @@ class Connection(H11Protocol):
         """Idle connections are closed by `Connections.sweep`."""
 
     def _update(self, without_request: Phase) -> None:
-        """Note the phase; `between` is the one of a connection that has no request."""
+        """Update the phase; `without_request` is the phase of a connection that has no request now."""
         if self not in self.registry.active:
             return
         if self.conn.their_state is h11.SEND_BODY:
@@ -147,7 +148,7 @@ class Connection(H11Protocol):
             self.registry.set_phase(self, phase)
 
     def deadline(self) -> float:
-        """When the connection is to be closed."""
+        """The time at which the connection is closed, by time.monotonic."""
         if self.write_blocked_since is not None:
             return self.write_blocked_since + self.limits.write_timeout
         if self.phase is Phase.ANSWER:
@@ -158,24 +159,24 @@ class Connection(H11Protocol):
         return self.phase_began + (self.limits.write_timeout if unread else self.limits.idle_timeout)
 
     def expire(self) -> None:
-        """Close the connection. A client that has sent half a request is told so."""
+        """Close the connection; with status 408 if the request was not complete."""
         if self.phase in (Phase.HEADERS, Phase.BODY) and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send_408()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # close would wait for the client to read
+            self.transport.abort()  # `close` would wait until the client has read everything
         else:
             self.transport.close()
 
     def _send_408(self) -> None:
-        words = f"no whole {self.phase.value} within {self.limits.read_timeout:g} seconds"
-        body = json.dumps({"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}).encode()
+        message = f"the {self.phase.value} was not complete within {self.limits.read_timeout:g} seconds"
+        body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events = (h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"), h11.Data(data=body), h11.EndOfMessage())
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
 
 
 class Listener:
-    """Accepts the connections of one socket, in place of asyncio's server."""
+    """Accepts connections on one socket; replaces asyncio's server."""
 
     def __init__(self, listening: socket.socket, connections: Connections, make_connection: Callable[[], Connection]) -> None:
         self.listening, self.connections, self.make_connection = listening, connections, make_connection
@@ -190,7 +191,7 @@ class Listener:
             self.loop.add_reader(self.listening, self._accept)
 
     def _pause(self) -> None:
-        """The socket stays readable while connections wait in the kernel's queue: look at it again a little later."""
+        """Stop polling for a moment: the socket stays readable while connections wait in the kernel's queue."""
         self.loop.remove_reader(self.listening)
         self.loop.call_later(ACCEPT_RETRY, self._resume)
 
@@ -202,7 +203,7 @@ class Listener:
                 accepted, _ = self.listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return None
-            except OSError as error:  # no files or no memory left
+            except OSError as error:  # too many open files, or out of memory
                 LOG.warning("a connection could not be accepted: %s", error)
                 self.connections.close_oldest()
                 return self._pause()
@@ -227,11 +228,11 @@ class Listener:
         self.loop.remove_reader(self.listening)
 
     async def wait_closed(self) -> None:
-        """`uvicorn.Server` waits for its connections itself."""
+        """Nothing to do: `uvicorn.Server` waits for its connections itself."""
 
 
 class HTTPServer(uvicorn.Server):
-    """A uvicorn server with bounded connections."""
+    """A uvicorn server with limits on connections."""
 
     def __init__(self, app: Any, connections: Connections, **settings: Any) -> None:
         super().__init__(uvicorn.Config(app, http="h11", ws="none", log_level="warning", access_log=False, **settings))
@@ -239,7 +240,7 @@ class HTTPServer(uvicorn.Server):
         self.connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])  # uvicorn starts the application and listens on no socket
+        await super().startup(sockets=[])  # uvicorn starts the application; it gets no socket
         self.servers = [Listener(listening, self.connections, self._make_connection) for listening in sockets or ()]  # type: ignore[misc]
         self._close_expired()
 
@@ -249,5 +250,5 @@ class HTTPServer(uvicorn.Server):
     def _close_expired(self) -> None:
         limits = self.connections.limits
         every = min(1.0, limits.read_timeout / 4, limits.idle_timeout / 4, limits.write_timeout / 4)
-        asyncio.get_running_loop().call_later(every, self._close_expired)  # first: whatever happens below, the limits stay in force
+        asyncio.get_running_loop().call_later(every, self._close_expired)  # first, so that an exception below does not stop the checks
         self.connections.close_expired(time.monotonic())
