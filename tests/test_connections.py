@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import ROOT
 from http_client import post, serving, wait_for
 from twoscale.serve.connections import max_connections
 from twoscale.serve.limits import Limits
@@ -100,6 +101,18 @@ def test_idle_connections(loaded) -> None:  # type: ignore[no-untyped-def]
     with serving(loaded, idle_timeout=0.4) as (address, _), half_open(address.removeprefix("http://"), 1, 2 * (HEAD + ASK)) as (sock,):
         found = answer(sock)
         assert found.count(b"200 OK") == 2 and b"408" not in found
+
+
+def test_silent_connections(loaded) -> None:  # type: ignore[no-untyped-def]
+    """A new connection that sends nothing is closed by the read timeout, not by the shorter idle timeout, and the docs give both times."""
+    with serving(loaded, read_timeout=1.0, idle_timeout=0.1) as (address, _):
+        connected = time.monotonic()
+        with half_open(address.removeprefix("http://"), 1, b"") as (sock,):
+            assert b"408 Request Timeout" in answer(sock)
+            assert time.monotonic() - connected >= 1.0
+    words = " ".join((ROOT / "docs" / "serve.md").read_text().split())
+    assert f"A new connection has {Limits().read_timeout:g} seconds (`--read-timeout`) to send the headers of a request" in words
+    assert f"A connection that is kept alive after a response is closed after {Limits().idle_timeout:g} seconds without a request" in words
 
 
 def test_oldest_first(loaded) -> None:  # type: ignore[no-untyped-def]

@@ -168,6 +168,24 @@ def test_malformed(api, name: str) -> None:  # type: ignore[no-untyped-def]
     assert post(api[0], b'{"prompt": "a", "max_tokens": 1}')[0] == 200
 
 
+@pytest.mark.parametrize(
+    "field,settings",
+    [
+        ("kv", {"kv": "ring:0"}),
+        ("kv", {"kv": "none", "exit": "step-norm:0.5", "loops": 4}),
+        ("loops", {"loops": 200}),
+        ("loops", {"loops": [1, 2, 3, 4], "exit": "step-norm:0.5"}),
+        ("exit", {"exit": "whatever", "loops": 4}),
+        ("exit", {"exit": "gate:0.5"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else json.dumps(value),
+)
+def test_param_of_a_refusal(api, field: str, settings: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+    """A request with one invalid loop parameter is refused with 400 and the name of that parameter."""
+    status, body = post(api[0], json.dumps({"prompt": "a", **settings}).encode())
+    assert (status, body["error"]["param"]) == (400, field), body  # type: ignore[index]
+
+
 def test_limits(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """Large bodies, a full queue, a request that takes too long, a wrong key."""
     assert post(api[0], b" " * 30_000)[0] == 413

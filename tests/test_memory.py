@@ -225,7 +225,7 @@ def test_too_many_loops(loops: int | tuple[int, ...]) -> None:
 
 def test_cache_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that would grow past the memory at hand is refused; one that needs fewer levels, or leaves early, is not."""
-    monkeypatch.setattr(cache, "CHECKED_SIZE", 1 << 14)
+    monkeypatch.setattr(cache, "MIN_CHECKED_BYTES", 1 << 14)
     monkeypatch.setattr(cache, "free_memory", lambda: 1 << 16)
     model = loud(small_model(), scale=0.1)
     with pytest.raises(

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.engine.cache import parse_kv
 from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params
 from twoscale.model import LoopedGPT
 
@@ -150,12 +151,15 @@ def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibrated: tup
         if ":" in rule:
             raise InvalidRequest("tau is given twice, in exit and in tau", "tau")
         rule = f"{rule}:{float(body.tau)!r}"
+    param = "kv"
     try:
+        parse_kv(body.kv)
+        param = "loops"
+        if body.loops is not None and max(model.config.loops_for(loops), default=0) > max_loops:
+            raise UserError(f"at most {max_loops} loops are served")
+        param = "exit"
         if isinstance(rule, str) and exits.kind_of(rule) is exits.Learned:
             raise UserError("a learned rule has its weights in a file, which a request may not name")
-        params = loop_params(model, exit=rule, loops=loops, kv=body.kv)
-        if body.loops is not None and max(params.loops, default=0) > max_loops:
-            raise UserError(f"at most {max_loops} loops are served")
+        return loop_params(model, exit=rule, loops=loops, kv=body.kv)
     except (UserError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(str(error), "exit" if body.exit else "loops") from None
-    return params
+        raise InvalidRequest(str(error), param) from None

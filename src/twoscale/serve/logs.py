@@ -9,7 +9,7 @@ MAX_MESSAGES, PERIOD = 5, 60.0
 
 
 class RateLimit(logging.Filter):
-    """At most `max_messages` messages in `seconds` from one line of code; the next message tells how many were suppressed."""
+    """At most `max_messages` messages in `seconds` from one line of code; the next message tells how many were left out."""
 
     def __init__(self, max_messages: int = MAX_MESSAGES, seconds: float = PERIOD) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class RateLimit(logging.Filter):
         began, count = self.counts.get(key, (now, 0))
         if now - began > self.seconds:
             if count > self.max_messages:
-                record.msg, record.args = f"{record.getMessage()} ({count - self.max_messages} more like it were suppressed)", ()
+                record.msg, record.args = f"{record.getMessage()} ({count - self.max_messages} more like it were left out)", ()
             began, count = now, 0
         self.counts[key] = began, count + 1
         return count < self.max_messages
