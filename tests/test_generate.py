@@ -36,7 +36,7 @@ def test_greedy(rule: exits.Rule | None, kernels: str) -> None:
         alone = twoscale.generate(model, [prompt], 12, exit=rule, loops=9, kernels=kernels)
         assert (alone.tokens[0], alone.steps[0]) == (gen.tokens[i], gen.steps[i])
     every = [s for i in range(4) for s in gen.prompt_steps[i] + gen.steps[i][1:]]
-    assert gen.loop_steps == [sum(s[g] for s in every) for g in range(2)], "loop_steps is the sum of steps"
+    assert gen.work == [sum(s[g] for s in every) for g in range(2)], "work is the sum of steps"
 
 
 def test_kernels_agree() -> None:

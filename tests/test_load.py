@@ -35,7 +35,7 @@ def test_sharded(config: dict[str, Any], tensors: Callable[[], dict[str, Tensor]
     gen = twoscale.generate(single, ids, 5, exit=twoscale.exits.StepNorm(3.0), loops=6)
     assert len(gen.tokens[1]) == 5
     if config is OURO:
-        assert twoscale.generate(single, ids, 5, exit=twoscale.exits.Gate(0.5), loops=4).loop_steps[0] < 4 * 14
+        assert twoscale.generate(single, ids, 5, exit=twoscale.exits.Gate(0.5), loops=4).work[0] < 4 * 14
 
 
 class Bomb:

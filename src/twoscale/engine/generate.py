@@ -42,8 +42,8 @@ class Generation(OneLine):
     """For each prompt token, its loop steps; the last entry is also the first of `steps`."""
     finish: list[str]
     """Finish reason of each sequence: `stop` or `length`."""
-    loop_steps: list[int]
-    """For each group, the loop steps of all tokens together (prompt and new tokens)."""
+    work: list[int]
+    """Work done: for each group, the sum of the loop steps of all tokens (prompt and new tokens)."""
     cache_bytes: int
     """Peak memory of keys and values of all sequences."""
     logprobs: list[list[list[tuple[int, float]]]] | None = None

@@ -135,7 +135,7 @@ class StepView:
 
     @property
     def log_probs(self) -> Tensor:
-        """What the model would say now, by closing norm and head on the state: log-probabilities (N, V)."""
+        """What the model would say now, by final norm and head on the state: log-probabilities (N, V)."""
         return self._once("lens", lambda: torch.log_softmax(self._read(self._after, "lens").float(), dim=-1))
 
     @property

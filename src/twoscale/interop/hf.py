@@ -10,7 +10,7 @@ Padding may stand on either side; a row's answers never depend on it. `generate`
 registers the model with transformers' Auto classes, which then need no trust_remote_code and run no code of a folder.
 
 `output_hidden_states=True` gives the embedding, then the state after each stage (a run of plain layers, or a loop group: its state after
-the last step that a token took), all before the closing norm: len(config.stages) + 1 tensors (B, T, C), zero at padding.
+the last step that a token took), all before the final norm: len(config.stages) + 1 tensors (B, T, C), zero at padding.
 
 Shapes: B rows, T tokens, C width, V vocabulary, G group.
 """

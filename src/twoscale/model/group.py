@@ -53,7 +53,7 @@ class Adapter(nn.Linear):
 class LoopGroup(nn.Module):
     """Layers that run K times on a state x, with the group's input e injected at every step."""
 
-    def __init__(self, config: ModelConfig, index: int, closing_norm: RMSNorm | None) -> None:
+    def __init__(self, config: ModelConfig, index: int, final_norm: RMSNorm | None) -> None:
         super().__init__()
         self.config, self.index = config, index
         self.blocks = nn.ModuleList(Block(config) for _ in config.groups[index])
@@ -61,7 +61,7 @@ class LoopGroup(nn.Module):
         self.gate = nn.Linear(config.n_embd, 1) if config.exit_gate and index == config.n_groups - 1 else None
         self.norm: RMSNorm | None = None
         if config.group_norm != "none":
-            self.norm = closing_norm if config.share_group_norm else RMSNorm(config.n_embd, config.norm_eps)
+            self.norm = final_norm if config.share_group_norm else RMSNorm(config.n_embd, config.norm_eps)
 
     # -- the map -------------------------------------------------------------------------------------------------
 
