@@ -4,6 +4,7 @@ import pytest
 
 import twoscale
 from scheduling import POLICIES, RULES, check, finish, model_of, request_of
+from twoscale.engine.batch import Batch
 from twoscale.engine.fair import QUANTUM, select_for_batch
 from twoscale.engine.request import Client, Request
 from twoscale.engine.scheduler import Scheduler
@@ -82,6 +83,27 @@ def test_heavy_among_many_light_ones(policy: str) -> None:
                 scheduler.add(active[i])
     got = heavy[0].client.virtual_time - before
     assert 0.6 * done / 3 <= got <= 2.0 * done / 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_size_of_a_batch(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch has more than max_num_seqs sequences, also when clients arrive while another one has all of them in flight."""
+    model = model_of()
+    heavy, lights = heavy_of(model, texts=ROWS), [light_of(model, i) for i in range(ROWS - 1)]
+    scheduler = Scheduler(model, policy, max_num_seqs=ROWS)
+    for request in heavy:
+        scheduler.add(request)
+    while sum(len(request.tokens) for request in heavy) < 2 * ROWS:
+        scheduler.step()
+    for request in lights:
+        scheduler.add(request)
+    sizes, advance = [], Batch.advance
+    monkeypatch.setattr(Batch, "advance", lambda batch, *args: sizes.append(len(batch)) or advance(batch, *args))
+    finish(scheduler)
+    assert max(sizes) == ROWS
+    monkeypatch.undo()
+    for request in (*lights, *heavy):
+        check(model, request)
 
 
 def test_two_heavy_ones() -> None:

@@ -9,6 +9,7 @@ import torch
 from scheduling import POLICIES, RULES, alone, check, finish, model_of, request_of
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.engine.cache import LayerCache
 from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
 
@@ -140,4 +141,31 @@ def test_a_rule_that_breaks(policy: str) -> None:
             assert request.finish == "error" and isinstance(request.error, ZeroDivisionError) and request.cache is None
         else:
             check(model, request)
+    assert scheduler.reserved_bytes == 0 and not scheduler.running
+
+
+@pytest.mark.parametrize("levels", [1, 4], ids=["first level", "deeper level"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cache_without_memory(policy: str, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose cache cannot be allocated, at its start or at a deeper loop step, fails alone; all others get theirs."""
+    model = model_of()
+    requests = [request_of(model, i, RULES[0] if i % 2 else None, longest=8, temperature=0.0) for i in range(6)]
+    bad = request_of(model, 99, None, prompt=[1, 2, 3], new=40)
+    assert bad.capacity not in [request.capacity for request in requests]
+    check_memory = LayerCache._check_memory
+
+    def no_memory(layer: LayerCache, wanted: int) -> None:
+        if layer.shape[1] == bad.capacity and wanted >= levels:
+            raise MemoryError("no memory for this cache")
+        check_memory(layer, wanted)
+
+    monkeypatch.setattr(LayerCache, "_check_memory", no_memory)
+    scheduler = Scheduler(model, policy, max_num_seqs=4)
+    for request in [*requests[:2], bad, *requests[2:]]:
+        scheduler.add(request)
+    finish(scheduler)
+    assert bad.finish == "error" and isinstance(bad.error, MemoryError) and bad.cache is None
+    monkeypatch.undo()
+    for request in requests:
+        check(model, request)
     assert scheduler.reserved_bytes == 0 and not scheduler.running

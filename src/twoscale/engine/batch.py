@@ -182,8 +182,8 @@ class Batch:
             self._leave(stage, exited)
 
     def _collect_failures(self, loop: Loop) -> None:
-        for rows, error in loop.rules.failures:
-            requests = dict.fromkeys(part.in_flight.request for part in rows.parts)
+        for parts, error in loop.rules.failures:
+            requests = dict.fromkeys(part.in_flight.request for part in parts)
             if None in requests:  # not a scheduler's
                 raise error
             self.failures += [(request, error) for request in requests]

@@ -155,6 +155,11 @@ class Cache:
         shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or TorchKernels()
         self.layers = [LayerCache(i, shape, n, like, kernels) for i, n in enumerate(levels_of(config, params))]
 
+    def allocate(self) -> None:
+        """Allocate the first level of all layers. Deeper levels are allocated when a token reaches them."""
+        for layer in self.layers:
+            layer.ensure_level(1, self.length)
+
     def extend(self, n: int) -> int:
         """Append n tokens to the sequence; returns the position of the first."""
         if self.length + n > self.capacity:

@@ -5,6 +5,7 @@ Rows may join between two calls, and leave one by one: when their exit rule says
 Shapes: N rows, C width.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from twoscale.engine.row_rules import RowRules
-from twoscale.engine.rows import Rows
+from twoscale.engine.rows import Part, Rows
 from twoscale.model import LoopGroup
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Loop:
         self.rope = self.engine.rope(rows)
         self.attention = rows.attention(self.layers.start, len(self.layers))
         self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
+        self._allocated_steps = min(map(self._steps_allocated, rows.parts))
+        """Steps until one of the caches must allocate another level."""
 
     def _clear(self) -> None:
         failures, self.rows = self.rules.failures, None
@@ -86,6 +89,9 @@ class Loop:
         """Apply the map once to every row; returns those that have left, if any."""
         rows, before, engine = self.rows, self.x, self.engine
         assert rows is not None
+        self._allocated_steps -= 1
+        if self._allocated_steps < 0 and not self._allocate_levels(rows):
+            return None
         at_limit = False
         for part, limit in zip(rows.parts, self.max_steps, strict=True):
             part.k += 1
@@ -101,6 +107,25 @@ class Loop:
                 return None
             return self._exit_all(rows, before if keep_previous else after)
         return self._exit_some(rows, before, after, exits, keep_previous, at_limit)
+
+    def _steps_allocated(self, part: Part) -> float:
+        """Further steps of a part for which the levels of its cache are allocated; infinite if they all are."""
+        layer = part.cache.layers[self.layers.start]
+        return math.inf if layer.n_levels == layer.max_levels else layer.n_levels - part.k
+
+    def _allocate_levels(self, rows: Rows) -> bool:
+        """Allocate the levels of the next step. Parts whose cache cannot grow become failures; False if there are any.
+
+        Done before the step, so that a failure belongs to one request and nothing has been computed for the others yet.
+        """
+        for part in rows.parts:
+            try:
+                for layer in self.layers:
+                    part.cache.layers[layer].ensure_level(part.k + 1, part.cache.length)
+            except Exception as error:
+                self.rules.failures.append(([part], error))
+        self._allocated_steps = min(map(self._steps_allocated, rows.parts)) - 1
+        return not self.rules.failures
 
     def _exit_all(self, rows: Rows, kept: Tensor) -> ExitedRows:
         rows.fill_deeper_levels(self.layers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from twoscale.engine.kernels import Kernels
-from twoscale.engine.rows import Rows
+from twoscale.engine.rows import Part, Rows
 from twoscale.exits import Rule, RuleState
 
 Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), how) -> what a rule asks of the states
@@ -38,7 +38,7 @@ class RowRules:
         self.group, self.kernels = group, kernels
         self.segments: list[Segment] = []
         self.n = 0
-        self.failures: list[tuple[Rows, Exception]] = []
+        self.failures: list[tuple[list[Part], Exception]] = []
         """Rows whose rule has raised; they stay inside until somebody takes them out."""
 
     def admit(self, rows: Rows) -> None:
@@ -110,7 +110,7 @@ class RowRules:
         try:
             return state.update(self.group, rows, before, after, lambda x, how: read(rows, x, how))
         except Exception as error:
-            self.failures.append((rows, error))
+            self.failures.append((rows.parts, error))
             return False
 
 

@@ -155,7 +155,7 @@ class Scheduler:
             for request, error in failures:
                 if not self.isolate_errors:
                     raise error
-                LOG.error("an exit rule has failed", exc_info=error)
+                LOG.error("a request has failed", exc_info=error)
                 self._end(request, "error", error)
             self._append_tokens(item for item in done if item.request in self.running)
         except Exception as error:  # it came of these requests: the others go on
@@ -175,16 +175,16 @@ class Scheduler:
         idle = [request for request in self.running if request not in self._in_flight]
         virtual_times = {batch: min(client.virtual_time for client in batch.clients()) for batch in self.batches}
         first = min(self.batches, key=lambda batch: virtual_times[batch], default=None)
-        rows = max(1, self.max_num_seqs - len(self._in_flight))
         if idle and (first is None or min(r.client.virtual_time for r in idle) + self._max_lead < virtual_times[first]):
             first = Batch(self.engine)
-            self._start_tokens(first, select_for_batch(idle, rows))
+            self._start_tokens(first, select_for_batch(idle, max(1, self.max_num_seqs - len(self._in_flight))))
             self.batches.append(first)
             virtual_times[first] = min(client.virtual_time for client in first.clients())
             idle = [request for request in idle if request not in self._in_flight]
         elif idle and first is not None and self.policy.joins_running_batch:
-            self._start_tokens(first, select_for_batch(idle, rows, [f.request for f in first.in_flight if f.request is not None]))
-            idle = []
+            joined = [f.request for f in first.in_flight if f.request is not None]
+            self._start_tokens(first, select_for_batch(idle, max(0, self.max_num_seqs - len(first)), joined))
+            idle = [request for request in idle if request not in self._in_flight]
         assert first is not None
         self.fair.virtual_time = max(self.fair.virtual_time, virtual_times[first])
         limits = [value + QUANTUM for batch, value in virtual_times.items() if batch is not first]
@@ -331,6 +331,7 @@ class Scheduler:
         for request in admitted:
             try:
                 request.cache = self.engine.new_cache(request.capacity, request.params)
+                request.cache.allocate()  # now, so that a failure belongs to this request
             except Exception as error:
                 if not self.isolate_errors:
                     raise
