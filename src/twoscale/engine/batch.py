@@ -1,7 +1,7 @@
-"""Tokens on their way through the stages of the network. One call takes all rows that are at one stage, whatever their request and step.
+"""A batch: tokens of several sequences on their way through the stages of the network (runs of plain layers, and loop groups).
 
-Tokens of a sequence enter a stage together: a chunk of a prompt goes on when the last of its tokens has left the loop. Which stage the next
-call takes is the caller's choice.
+One call computes all rows that are at one stage, whatever their sequence and loop step; the caller chooses the stage. The tokens of one
+sequence enter a stage together: a chunk of a prompt continues when the last of its tokens has exited the loop.
 
 Shapes: N rows, n tokens of one sequence, C width, G group.
 """
@@ -19,49 +19,49 @@ from twoscale.engine.request import Client, Request
 from twoscale.engine.rows import Part, Rows, concat_rows, make_part
 from twoscale.model.group import LoopGroup
 
-Entry = tuple[int, Cache, Sequence[int], Request | None]  # a sequence's number, its cache, its next tokens, and whose they are
+Entry = tuple[int, Cache, Sequence[int], Request | None]  # index in the caller's batch, cache, next tokens, and the request if there is one
 
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """Tokens of one sequence that go through the stages together."""
+    """The tokens of one sequence in a batch: one token in decode, a chunk of the prompt in prefill."""
 
     part: Part
     ids: Tensor
     """int64 (2, n): positions and tokens."""
     request: Request | None
     steps: list[list[int]]
-    """[group][token]: applications of the group's map."""
+    """[group][token]: loop steps taken."""
     x: Tensor
-    """(n, C): the state before the stage that it waits for; in the end, before the closing norm."""
+    """(n, C): while some of the tokens are in a loop, the outputs of the others; at the end the states before the final norm."""
     start: list[Tensor] | None = None
-    """Initial states, one (n, C) for each group; the model's own if None."""
+    """Initial states given by the caller, one (n, C) for each group; None: the model's."""
     stage_states: list[Tensor] | None = None
-    """The embedding and the state after each stage, if they are to be kept."""
+    """The embedding and the state after each stage, (n, C) each, if requested."""
     inside: int = 0
-    """Tokens that are inside of the loop of this stage."""
+    """Number of its tokens inside the current loop."""
 
     def steps_of_tokens(self) -> list[tuple[int, ...]]:
-        """For each token, its steps in each group."""
+        """For each token, its loop steps in each group."""
         return list(zip(*self.steps, strict=True)) if self.steps else [()] * self.part.count
 
 
 @dataclass(eq=False, slots=True)
 class WaitingRows:
-    """Rows that wait before a stage, stacked in the order of their flights."""
+    """Rows that wait for a stage, stacked in the order of `in_flight`."""
 
     in_flight: list[InFlight]
     rows: Rows
     x: Tensor
-    """(N, C)"""
+    """States (N, C)."""
     arrived: int = 0
-    """Calls of the pipeline until they came."""
+    """Number of calls of the batch when they arrived."""
     steps: int = 0
-    """Calls that they took in the loop before."""
+    """Calls that they took in the loop before; 0 after plain layers."""
 
 
 class Batch:
-    """Rows in flight. `len` is the number of sequences that have tokens in it."""
+    """A batch in flight. `len` is its number of sequences."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -70,9 +70,9 @@ class Batch:
         self.loops: dict[int, Loop] = {}
         self.calls = 0
         self.rows_computed = 0
-        """Rows in all these calls."""
+        """Rows of all calls together."""
         self.failures: list[tuple[Request, Exception]] = []
-        """Requests whose exit rule has raised, until the caller takes them out."""
+        """Requests whose exit rule or cache allocation has raised; the caller must drop them."""
         self._done: list[InFlight] = []
 
     def __len__(self) -> int:
@@ -81,17 +81,17 @@ class Batch:
     # -- entering ------------------------------------------------------------------------------------------------
 
     def enter(self, entries: Sequence[Entry], start: Sequence[Tensor] | None = None, keep_stage_states: bool = False) -> list[InFlight]:
-        """The next tokens of several sequences wait before the first stage; `start` gives the groups' initial states, one (N, C) each."""
+        """Add the next tokens of several sequences. `start` gives the groups' initial states, one (N, C) each."""
         engine, groups = self.engine, self.engine.config.n_groups
         firsts = [cache.extend(len(new)) for _, cache, new, _ in entries]
         positions = [p for first, entry in zip(firsts, entries, strict=True) for p in range(first, first + len(entry[2]))]
         ids = torch.tensor([positions, [token for entry in entries for token in entry[2]]], dtype=torch.int64, device=engine.device)
-        in_flight, at, nothing = [], 0, ids.new_empty(0, 0)
+        in_flight, at, no_state = [], 0, ids.new_empty(0, 0)
         for first, (sequence, cache, new, request) in zip(firsts, entries, strict=True):
             n = len(new)
             own = slice(at, at + n)
             part = make_part(sequence, cache, first, n)
-            item = InFlight(part, ids[:, own], request, [[0] * n for _ in range(groups)], nothing)
+            item = InFlight(part, ids[:, own], request, [[0] * n for _ in range(groups)], no_state)
             part.in_flight = item
             if start is not None:
                 item.start = [states[own] for states in start]
@@ -107,7 +107,7 @@ class Batch:
         return in_flight
 
     def _arrive(self, stage: int, waiting: WaitingRows) -> None:
-        """Rows have reached a stage, or the end."""
+        """Rows have reached a stage, or the end of the network."""
         if waiting.in_flight[0].stage_states is not None:
             for item, x in zip(waiting.in_flight, _split(waiting), strict=True):
                 assert item.stage_states is not None
@@ -118,13 +118,13 @@ class Batch:
             return
         for item, x in zip(waiting.in_flight, _split(waiting), strict=True):
             item.x = x
-            self._forget(item)
+            self._remove(item)
             self._done.append(item)
 
-    # -- choosing ------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     def occupancy(self) -> dict[int, int]:
-        """Rows at each stage that has any, those inside of its loop included."""
+        """The number of rows at each stage that has any, including those inside its loop."""
         rows = {stage: len(loop) for stage, loop in self.loops.items()}
         for stage, waiting in self.waiting.items():
             rows[stage] = rows.get(stage, 0) + sum(w.rows.n for w in waiting)
@@ -132,16 +132,15 @@ class Batch:
 
     @property
     def lowest(self) -> int:
-        """The first stage that has rows."""
+        """The earliest stage that has rows."""
         return min((*self.loops, *self.waiting))
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def advance(self, stage: int, keep_going: Callable[[Rows, int], bool] | None = None) -> list[InFlight]:
-        """Call the engine on the rows of one stage; returns the flights that have come to the end.
+        """Compute one stage for the rows that are there; returns the tokens that have reached the end of the network.
 
-        `go_on(rows, layers)` is called after each call with what it took. A loop is applied until rows leave it, or as long as `go_on`
-        returns True; without it, until rows leave.
+        `keep_going(rows, n_layers)` is called after each call. Loop steps are repeated until rows exit or `keep_going` returns False.
         """
         waiting = self.waiting.pop(stage, [])
         if isinstance(self.engine.model.stages[stage], LoopGroup):
@@ -149,14 +148,14 @@ class Batch:
         else:
             rows = concat_rows(w.rows for w in waiting)
             x = self.engine.run_plain_stage(stage, _stack([w.x for w in waiting]), rows)
-            self._called(rows)
+            self._count_call(rows)
             if keep_going is not None:
                 keep_going(rows, len(self.engine.model.stages[stage].blocks))  # type: ignore[arg-type]
             self._arrive(stage + 1, WaitingRows([f for w in waiting for f in w.in_flight], rows, x))
         done, self._done = self._done, []
         return done
 
-    def _called(self, rows: Rows) -> None:
+    def _count_call(self, rows: Rows) -> None:
         self.calls += 1
         self.rows_computed += rows.n
 
@@ -170,7 +169,7 @@ class Batch:
         while exited is None:
             rows, exited = loop.rows, loop.advance()
             assert rows is not None
-            self._called(rows)
+            self._count_call(rows)
             if loop.rules.failures:
                 self._collect_failures(loop)
                 break
@@ -179,12 +178,12 @@ class Batch:
         if not len(loop):
             del self.loops[stage]
         if exited is not None:
-            self._leave(stage, exited)
+            self._exit(stage, exited)
 
     def _collect_failures(self, loop: Loop) -> None:
         for parts, error in loop.rules.failures:
             requests = dict.fromkeys(part.in_flight.request for part in parts)
-            if None in requests:  # not a scheduler's
+            if None in requests:  # called by Engine.run, not by a scheduler
                 raise error
             self.failures += [(request, error) for request in requests]
         loop.rules.failures = []
@@ -198,12 +197,12 @@ class Batch:
             start = torch.cat([item.start[group] for w in waiting for item in w.in_flight])  # type: ignore[index]
         loop.admit(rows, _stack([w.x for w in waiting]), start)
 
-    def _leave(self, stage: int, exited: ExitedRows) -> None:
-        """Rows have left a loop. A sequence's tokens go on together."""
+    def _exit(self, stage: int, exited: ExitedRows) -> None:
+        """Rows have exited a loop. The tokens of a sequence continue together, when the last of them has exited."""
         group: int = self.engine.model.stages[stage].index  # type: ignore[assignment]
         rows, parts = exited.rows, exited.rows.parts
         calls = max(part.k for part in parts)
-        if all(part.in_flight.part is part for part in parts):  # all tokens of each sequence at once
+        if all(part.in_flight.part is part for part in parts):  # all tokens of each sequence have exited together
             in_flight: list[InFlight] = [part.in_flight for part in parts]
             for item, part in zip(in_flight, parts, strict=True):
                 item.steps[group] = [part.k] * part.count
@@ -214,12 +213,12 @@ class Batch:
         for part in parts:
             item, own = part.in_flight, slice(first, first + part.count)
             first = own.stop
-            places = rows.positions[own] - item.ids[0, 0]
+            token_indices = rows.positions[own] - item.ids[0, 0]
             if len(item.x) != item.part.count:
                 item.x = exited.x.new_empty(item.part.count, exited.x.shape[1])
-            item.x[places] = exited.x[own]
-            for place in places.tolist():
-                item.steps[group][place] = part.k
+            item.x[token_indices] = exited.x[own]
+            for i in token_indices.tolist():
+                item.steps[group][i] = part.k
             item.inside -= part.count
             if not item.inside:
                 complete.append(item)
@@ -230,10 +229,10 @@ class Batch:
             item.x = x[:0]
         self._arrive(stage + 1, WaitingRows(complete, Rows([f.part for f in complete], ids, self.engine.kernels), x, steps=calls))
 
-    # -- taking rows out -----------------------------------------------------------------------------------------
+    # -- removing rows -------------------------------------------------------------------------------------------
 
     def drop(self, request: Request) -> None:
-        """Remove the rows of a request, from inside of a loop too."""
+        """Remove the rows of a request, also from inside a loop."""
         item = next((f for f in self.in_flight if f.request is request), None)
         if item is None:
             return
@@ -246,11 +245,11 @@ class Batch:
                 loop.drop([part.in_flight is item for part in loop.rows.parts for _ in range(part.count)])
             if not len(loop):
                 del self.loops[stage]
-        self._forget(item)
+        self._remove(item)
 
-    def _forget(self, item: InFlight) -> None:
+    def _remove(self, item: InFlight) -> None:
         self.in_flight.discard(item)
-        item.part.in_flight = None  # part and flight refer to each other, and would keep the cache until the garbage collector comes
+        item.part.in_flight = None  # break the reference cycle, which would keep the cache until the next garbage collection
 
     def _without(self, waiting: WaitingRows, item: InFlight) -> WaitingRows:
         kept = [f for f in waiting.in_flight if f is not item]
@@ -259,7 +258,7 @@ class Batch:
         return WaitingRows(kept, rows, torch.cat([states[f] for f in kept]), waiting.arrived, waiting.steps)
 
     def split(self, stage: int) -> "Batch":
-        """Take out the rows that are at a stage, as a pipeline of their own."""
+        """Move the rows at a stage to a new batch and return it."""
         new = Batch(self.engine)
         if stage in self.loops:
             loop = new.loops[stage] = self.loops.pop(stage)
@@ -272,7 +271,7 @@ class Batch:
         return new
 
     def clients(self) -> Iterator[Client]:
-        """Of those whose tokens are in flight."""
+        """The clients of the requests in this batch."""
         return (item.request.client for item in self.in_flight if item.request is not None)
 
 
@@ -281,7 +280,7 @@ def _stack(states: list[Tensor]) -> Tensor:
 
 
 def _split(waiting: WaitingRows) -> Iterable[Tensor]:
-    """The states of each flight, (n, C)."""
+    """The states of each `InFlight`, (n, C)."""
     if len(waiting.in_flight) == 1:
         return (waiting.x,)
     return torch.split(waiting.x, [item.part.count for item in waiting.in_flight])  # type: ignore[no-untyped-call, no-any-return]

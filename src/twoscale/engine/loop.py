@@ -1,6 +1,6 @@
-"""Rows inside one loop group: every call of `advance` applies the group's map once to all of them, whatever their step.
+"""Rows inside one loop group. Every call of `advance` applies the group's map once to all of them; they may be at different loop steps.
 
-Rows may join between two calls, and leave one by one: when their exit rule says so, or after the most steps that their request allows.
+Rows may join between two calls. They exit one by one: when their exit rule fires, or at their request's maximum number of loop steps.
 
 Shapes: N rows, C width.
 """
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExitedRows:
-    """Rows that have left a group; each part of `rows` says how many steps it took (`k`)."""
+    """Rows that have left a group; `k` of each part is the number of loop steps taken."""
 
     rows: Rows
     x: Tensor
-    """(n, C): the group's output."""
+    """(n, C): output of the group."""
 
 
 class Loop:
-    """Rows inside one group."""
+    """The rows inside one group and their states."""
 
     def __init__(self, engine: "Engine", stage: int) -> None:
         group = engine.model.stages[stage]
@@ -45,7 +45,7 @@ class Loop:
         return 0 if self.rows is None else self.rows.n
 
     def admit(self, rows: Rows, e: Tensor, start: Tensor | None = None) -> None:
-        """Rows enter the group with the input e (N, C); those that are inside already stay at their steps."""
+        """Rows enter the group with the input e (N, C); the rows that are inside already are not affected."""
         g = self.group.index
         for part in rows.parts:
             part.k = 0
@@ -71,22 +71,22 @@ class Loop:
         self.rules.failures = failures
 
     def drop(self, gone: Sequence[bool]) -> None:
-        """Remove rows without a result: one bool for each row."""
-        stay = [i for i, dropped in enumerate(gone) if not dropped]
-        if not stay:
+        """Remove rows without a result; `gone` has one bool for each row."""
+        index = [i for i, dropped in enumerate(gone) if not dropped]
+        if not index:
             self._clear()
-        elif len(stay) < len(gone):
-            self._keep(torch.tensor(stay, dtype=torch.int64, device=self.engine.device))
+        elif len(index) < len(gone):
+            self._keep(torch.tensor(index, dtype=torch.int64, device=self.engine.device))
 
-    def _keep(self, stay: Tensor) -> None:
-        """Only the rows of `stay`, ascending int64."""
+    def _keep(self, index: Tensor) -> None:
+        """Keep the rows with these indices (ascending int64)."""
         assert self.rows is not None
-        self.rules.keep(stay)
-        injected = None if self.injected is None else self.injected.index_select(0, stay)
-        self._set_rows(self.rows.select(stay), self.x.index_select(0, stay), injected)
+        self.rules.keep(index)
+        injected = None if self.injected is None else self.injected.index_select(0, index)
+        self._set_rows(self.rows.select(index), self.x.index_select(0, index), injected)
 
     def advance(self) -> ExitedRows | None:
-        """Apply the map once to every row; returns those that have left, if any."""
+        """Apply the map once to every row; returns the rows that exit, if any."""
         rows, before, engine = self.rows, self.x, self.engine
         assert rows is not None
         self._allocated_steps -= 1
@@ -135,7 +135,7 @@ class Loop:
     def _exit_some(
         self, rows: Rows, before: Tensor, after: Tensor, exits: Tensor | bool, keep_previous: Tensor | bool, at_limit: bool
     ) -> ExitedRows | None:
-        """Release the rows that have passed their rule or taken all their steps."""
+        """Remove the rows whose rule has fired or that are at their maximum number of steps, and return them."""
         exit_mask = torch.full((rows.n,), exits, device=after.device) if isinstance(exits, bool) else exits
         if at_limit:
             ended = [part.k >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
@@ -157,7 +157,7 @@ class Loop:
         return exited
 
     def _step_noise(self, rows: Rows) -> Tensor:
-        """Noise for this step of every row (noise="every_step")."""
+        """The noise of this step for every row (noise="every_step"), (N, C)."""
         width, each, first = self.engine.config.n_embd, [], 0
         for part in rows.parts:
             noise = self.engine.noise(part.cache.params.seed)
@@ -166,14 +166,14 @@ class Loop:
         return torch.cat(each)
 
     def _read(self, rows: Rows, x: Tensor, how: str) -> Tensor:
-        """What a rule may ask of states x (n, C) of some rows: logits (n, V), or the gate's probability (n,)."""
+        """For exit rules: logits (n, V) of states x (n, C), read by `lens` or `coda`, or the probability (n,) of the gate."""
         model = self.engine.model
         if how == "gate":
             assert self.group.gate is not None
             return self.group.gate(x).sigmoid().squeeze(-1)
         last = len(model.stages) - 1
         if how == "coda" and not isinstance(model.stages[last], LoopGroup):
-            # The keys and values that this writes are provisional: the next reading and the token itself overwrite them.
+            # The keys and values that this writes are provisional: the next read-out and the token itself overwrite them.
             assert rows.one_row_per_part, "reading through the coda goes token by token"
             x = self.engine.run_plain_stage(last, self.group.leave(x), rows)
         return model.head(x)

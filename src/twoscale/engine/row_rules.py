@@ -1,6 +1,6 @@
 """The exit rules of the rows inside one loop group. Rows of different requests may have different rules.
 
-Rows with the same rule share one RuleState. As long as all rows have the same rule nothing is gathered.
+Rows with the same rule share one RuleState. If all rows have the same rule, no rows are gathered.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from twoscale.engine.kernels import Kernels
 from twoscale.engine.rows import Part, Rows
 from twoscale.exits import Rule, RuleState
 
-Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), how) -> what a rule asks of the states
+Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), "lens" | "coda" | "gate") -> logits or probabilities; see `Loop._read`
 
 
 @dataclass(slots=True)
@@ -22,27 +22,27 @@ class Segment:
 
     rule: Rule | None
     state: RuleState | None
-    """None where there is no rule."""
+    """None if there is no rule."""
     rows: list[int]
-    """Their places among all rows, ascending."""
+    """Indices of these rows, ascending."""
     index: Tensor | None = None
-    """The same as int64 (n,); None where they are all rows."""
+    """The same as int64 (n,); None if not computed yet."""
     selected: Rows | None = None
-    """These rows by themselves."""
+    """The rows of this segment; None if not computed yet."""
 
 
 class RowRules:
-    """What the rules of a group know of the rows inside, and which rows may leave."""
+    """The states of all rules of the rows in a group. `update` tells which rows exit."""
 
     def __init__(self, group: int, kernels: Kernels) -> None:
         self.group, self.kernels = group, kernels
         self.segments: list[Segment] = []
         self.n = 0
         self.failures: list[tuple[list[Part], Exception]] = []
-        """Rows whose rule has raised; they stay inside until somebody takes them out."""
+        """Parts whose exit rule or cache allocation has raised; they stay in the loop until the caller drops them."""
 
     def admit(self, rows: Rows) -> None:
-        """Rows join, at their first step."""
+        """Rows enter the group."""
         for part in rows.parts:
             rule = part.cache.params.rules[self.group]
             segment = next((s for s in self.segments if _same(s.rule, rule)), None)
@@ -57,22 +57,22 @@ class RowRules:
                 segment.rows += new
         self._clear_indices()
 
-    def keep(self, stay: Tensor) -> None:
-        """Only these rows (ascending int64) stay."""
+    def keep(self, index: Tensor) -> None:
+        """Keep the rows with these indices (ascending int64)."""
         if len(self.segments) == 1:
             if (state := self.segments[0].state) is not None:
-                state.take(stay)
-            self.n = len(stay)
+                state.take(index)
+            self.n = len(index)
             self.segments[0].rows = list(range(self.n))
             return
-        places = {old: new for new, old in enumerate(stay.tolist())}
+        new_index = {old: new for new, old in enumerate(index.tolist())}
         for segment in self.segments:
-            kept = [i for i, row in enumerate(segment.rows) if row in places]
+            kept = [i for i, row in enumerate(segment.rows) if row in new_index]
             if segment.state is not None and len(kept) < len(segment.rows):
-                segment.state.take(torch.tensor(kept, dtype=torch.int64, device=stay.device))
-            segment.rows = [places[segment.rows[i]] for i in kept]
+                segment.state.take(torch.tensor(kept, dtype=torch.int64, device=index.device))
+            segment.rows = [new_index[segment.rows[i]] for i in kept]
         self.segments = [segment for segment in self.segments if segment.rows]
-        self.n = len(places)
+        self.n = len(new_index)
         self._clear_indices()
 
     def _clear_indices(self) -> None:
@@ -80,7 +80,7 @@ class RowRules:
             segment.index = segment.selected = None
 
     def update(self, rows: Rows, before: Tensor, after: Tensor, read: Read) -> tuple[Tensor | bool, Tensor | bool]:
-        """Which rows leave after the step from `before` to `after` (N, C), and which of them keep the state before it.
+        """Which rows exit after the step from `before` to `after` (N, C), and which of them return the state before the step.
 
         Both are bools (N,), or one bool for all.
         """
@@ -106,7 +106,7 @@ class RowRules:
         return exits, keep_previous
 
     def _update(self, state: RuleState, rows: Rows, before: Tensor, after: Tensor, read: Read) -> Tensor | bool:
-        """A rule that raises harms the rows of its own requests alone."""
+        """The rule's decision for its rows. If it raises, only these rows become failures."""
         try:
             return state.update(self.group, rows, before, after, lambda x, how: read(rows, x, how))
         except Exception as error:
@@ -115,7 +115,7 @@ class RowRules:
 
 
 def _same(a: Rule | None, b: Rule | None) -> bool:
-    """Whether two rules can share a state; rules that cannot be compared are different."""
+    """Whether two rules are equal and can share a state; rules that cannot be compared are different."""
     if a is b:
         return True
     try:

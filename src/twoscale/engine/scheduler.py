@@ -1,4 +1,4 @@
-"""The scheduler: the one driver of all decoding. Requests share the engine's calls, and a row that has left a loop costs nothing.
+"""The scheduler: drives all decoding. It admits requests, forms batches and samples tokens until all requests are done.
 
     scheduler = Scheduler(model)
     scheduler.add(request)
@@ -6,9 +6,8 @@
         pass
     request.tokens
 
-What a request gets never depends on who else is served: rows attend to their own sequence alone, the kernels sum in one order, and all
-settings travel with the rows. Which rows share a call is the policy's choice (`policy`); which requests go first, and what each client may
-hold, is decided in `fair`.
+The result of a request does not depend on other requests: rows attend to their own sequence only, the kernels sum in a fixed order, and
+all parameters belong to the request. `policy` decides which rows share a call, `fair` which requests go first and what a client may use.
 """
 
 import logging
@@ -35,38 +34,39 @@ from twoscale.engine.sample import sample
 from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
-PREFILL_CHUNK = 64  # tokens of prompts that enter together, so that requests in decode do not wait long for those in prefill
-MAX_TOKENS_AHEAD = 2.0  # tokens at the default depth: a round that is ahead of a request by more work than this does not keep it waiting
+PREFILL_CHUNK = 64  # prompt tokens in one batch: chunked prefill, so that requests in decode do not wait long
+MAX_TOKENS_AHEAD = 2.0  # an idle request starts a batch of its own if all batches are ahead of it by the service of so many tokens
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
 
 
 @dataclass
 class Counters:
-    """What has been done so far."""
+    """Statistics since the start."""
 
     calls: int = 0
-    """Calls of the engine that rows shared: steps of loops, and passes of plain stages."""
+    """Calls of the engine: loop steps, and passes through plain stages."""
     rows: int = 0
-    """Rows in all these calls."""
+    """Rows of all calls together."""
     tokens: int = 0
-    """New tokens."""
+    """Generated tokens."""
     processed_tokens: int = 0
-    """Tokens that went through the network, those of prompts included."""
+    """Tokens whose forward pass is done, prompts included."""
     engine_seconds: float = 0.0
     finished: int = 0
+    """Requests that have ended, for any reason."""
     loop_steps: list[int] = field(default_factory=list)
-    """Applications of each group's map to one token."""
+    """For each group, the loop steps of all tokens."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """What happens in here is the engine's time."""
+        """Count the time of the block as `engine_seconds`."""
         started = time.perf_counter()
         yield
         self.engine_seconds += time.perf_counter() - started
 
 
 class Scheduler:
-    """Takes requests from any thread; `step` does the work, in one thread."""
+    """Requests may be added from any thread; `step` must be called from one thread."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class Scheduler:
         kernels: KernelName = "auto",
         decode_copy: DecodeCopy | None = None,
     ) -> None:
-        """`max_num_seqs` texts may have rows in flight, and the caches of running requests may come to hold `cache_bytes`.
+        """A batch has at most `max_num_seqs` sequences, and the caches of running requests take at most `cache_bytes`.
 
-        With `isolate_errors` an exception ends the requests that it came of, and the others go on; without it `step` raises it. `copy` is
-        the model's copy for decoding, for a caller who has one.
+        With `isolate_errors` an exception ends the request that caused it, or its batch if that is not known, and the others go on; without
+        it `step` raises it. `decode_copy` is as for `Engine`.
         """
         self.engine, self.policy = Engine(model, kernels=kernels, decode_copy=decode_copy), policy_of(policy)
         self.max_num_seqs, self.cache_bytes, self.prefill_chunk = max_num_seqs, cache_bytes, prefill_chunk
@@ -94,7 +94,7 @@ class Scheduler:
         self.fair = FairShares()
         self.batches: list[Batch] = []
         self.max_cache_bytes = 0
-        """The most bytes that the caches of all running requests have held."""
+        """Peak memory of the caches of all running requests."""
         layers = [len(stage) * (1 if group is None else model.config.mean_loops) for stage, group in model.config.stages]
         self._max_lead = MAX_TOKENS_AHEAD * sum(layers)
         self._in_flight: set[Request] = set()
@@ -104,14 +104,14 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Put a request at the end of the queue; UserError where it can never be served."""
+        """Put a request at the end of the queue; UserError if it can never be served."""
         self.check(request)
         with self._lock:
             self.waiting.append(request)
             self._new_arrivals = True
 
     def check(self, request: Request) -> None:
-        """UserError where a request can never be served."""
+        """UserError if a request can never be served."""
         config, n, new = self.engine.config, len(request.prompt), request.sampling.max_new_tokens
         if not n:
             raise UserError("the prompt is empty: give at least one token")
@@ -124,11 +124,11 @@ class Scheduler:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of keys and values that the running requests may come to hold."""
+        """Cache bytes that the running requests need at their full length."""
         return self.fair.reserved.total()
 
     def remove_all(self) -> list[Request]:
-        """All requests, which will not be served any more."""
+        """Remove all requests and return them."""
         with self._lock:
             requests = [*self.running, *self.waiting]
             self.running, self.waiting, self.batches = [], deque(), []
@@ -136,12 +136,13 @@ class Scheduler:
         return requests
 
     def _bytes(self, request: Request) -> int:
+        """Cache bytes of a request at its full length and depth."""
         return request.capacity * bytes_per_token(self.engine.config, request.params)
 
-    # -- the driver ----------------------------------------------------------------------------------------------
+    # -- stepping ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Some calls of the engine for the requests whose turn it is; False where there is nothing to do."""
+        """Admit requests and make some calls of the engine for one batch; False if there is nothing to do."""
         self._drop_cancelled()
         self._admit()
         if not self.running:
@@ -156,9 +157,9 @@ class Scheduler:
                 if not self.isolate_errors:
                     raise error
                 LOG.error("a request has failed", exc_info=error)
-                self._end(request, "error", error)
+                self._finish(request, "error", error)
             self._append_tokens(item for item in done if item.request in self.running)
-        except Exception as error:  # it came of these requests: the others go on
+        except Exception as error:  # the cause may be any request of this batch; the others go on
             if not self.isolate_errors:
                 raise
             if not isinstance(error, UserError):
@@ -167,10 +168,10 @@ class Scheduler:
         return True
 
     def _next_batch(self) -> tuple[Batch, float]:
-        """Where the next call happens, and the virtual time at which others are to have their turn.
+        """The batch to compute next, and the virtual time at which another batch is to be chosen.
 
-        Idle requests begin a round when there is none, or when all rounds in flight are far ahead of one of them; else they wait for the
-        round's end and join the next one. A policy that joins lets their tokens enter at any time.
+        Idle requests form a new batch if there is none, or if all batches are ahead of one of them by more than `_max_lead`. Otherwise they
+        wait until a batch ends. If the policy allows it, they join a running batch.
         """
         idle = [request for request in self.running if request not in self._in_flight]
         virtual_times = {batch: min(client.virtual_time for client in batch.clients()) for batch in self.batches}
@@ -192,12 +193,12 @@ class Scheduler:
         return first, min(limits, default=math.inf)
 
     def _start_tokens(self, batch: Batch, requests: Sequence[Request]) -> None:
-        """The next tokens of requests enter a pipeline, prompts in chunks."""
+        """Add the next tokens of requests to a batch, prompts in chunks."""
         budget = self.prefill_chunk - sum(f.part.count for f in batch.in_flight if f.part.count > 1)
         entries = []
         for request in requests:
             if request.in_prefill and budget <= 0:
-                continue  # its chunk comes later
+                continue  # in a later batch
             new = request.next_tokens(self.prefill_chunk)
             budget -= len(new) if request.in_prefill else 0
             assert request.cache is not None
@@ -209,7 +210,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def _advance(self, batch: Batch, limit: float) -> list[InFlight]:
-        """Calls of the engine, until tokens are through, another request has arrived, or it is the others' turn."""
+        """Calls of the engine until tokens have reached the end of the network, a request has arrived, or `limit` is exceeded."""
         policy, counters = self.policy, self.counters
         clients = set(batch.clients())
         one = next(iter(clients)) if len(clients) == 1 else None
@@ -244,7 +245,7 @@ class Scheduler:
         return done
 
     def _append_tokens(self, done: Iterable[InFlight]) -> None:
-        """Tokens for the requests whose prompt is through."""
+        """Sample the next token of the requests whose prefill is done."""
         ready: list[tuple[Request, InFlight]] = []
         for item in done:
             request = item.request
@@ -265,26 +266,26 @@ class Scheduler:
             sampled = sample(logits, [request.draw for request, _ in ready])
         for i, (request, item) in enumerate(ready):
             if not sampled.finite[i]:
-                self._end(request, "error", UserError(NOT_FINITE))
+                self._finish(request, "error", UserError(NOT_FINITE))
                 continue
             request.append(sampled.tokens[i], logits[i], tuple(steps[-1] for steps in item.steps))
             self.counters.tokens += 1
             if not request.finish and request.on_token is not None:
-                request.on_token(request)  # which may end it
+                request.on_token(request)  # it may set `finish`
             if request.finish:
-                self._end(request, request.finish)
+                self._finish(request, request.finish)
 
-    # -- the ends ------------------------------------------------------------------------------------------------
+    # -- finishing -----------------------------------------------------------------------------------------------
 
-    def _end(self, request: Request, finish: str, error: Exception | None = None) -> None:
-        """A running request has ended, for whatever reason."""
+    def _finish(self, request: Request, finish: str, error: Exception | None = None) -> None:
+        """End a running request."""
         request.ended = time.perf_counter()
         if request in self._in_flight:
             self._in_flight.discard(request)
             for batch in self.batches:
                 batch.drop(request)
             self.batches = [batch for batch in self.batches if batch.in_flight]
-        cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until one is given up
+        cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until a request ends
         self.max_cache_bytes = max(self.max_cache_bytes, cache_bytes)
         self.running.remove(request)
         self.fair.end(request, self._bytes(request))
@@ -295,14 +296,15 @@ class Scheduler:
             request.on_token(request)
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        """End requests with an error, and drop their batches."""
         self.batches = [p for p in self.batches if not any(f.request in requests for f in p.in_flight)]
         for request in requests:
             self._in_flight.discard(request)
             if request in self.running:
-                self._end(request, "error", error)
+                self._finish(request, "error", error)
 
     def _drop_cancelled(self) -> None:
-        """Requests that nobody waits for any more leave their place at once."""
+        """End the requests that were cancelled."""
         with self._lock:
             gone = [request for request in self.waiting if request.cancelled]
             if gone:
@@ -312,10 +314,10 @@ class Scheduler:
             if request.on_token is not None:
                 request.on_token(request)
         for request in [request for request in self.running if request.cancelled]:
-            self._end(request, "cancelled")
+            self._finish(request, "cancelled")
 
     def _admit(self) -> None:
-        """Let waiting requests begin, as long as there is room for them."""
+        """Start waiting requests as long as the limits allow it."""
         admitted = []
         with self._lock:
             self._new_arrivals = False
@@ -336,11 +338,11 @@ class Scheduler:
                 if not self.isolate_errors:
                     raise
                 LOG.exception("a request could not begin")
-                self._end(request, "error", error)
+                self._finish(request, "error", error)
 
 
 def _charge(rows: Rows, layers: int, one: Client | None) -> None:
-    """A call took these rows through so many layers; `one` is their share if all have the same."""
+    """Charge the clients of rows for `layers` layers; `one` is the client if all rows have the same."""
     if one is not None:
         one.virtual_time += rows.n * layers
         return
@@ -349,7 +351,7 @@ def _charge(rows: Rows, layers: int, one: Client | None) -> None:
 
 
 def run_until_done(scheduler: Scheduler, requests: Sequence[Request], after_step: Callable[[], object] | None = None) -> None:
-    """Add requests and step until all have ended; raises the first error."""
+    """Add requests and step until all have ended; raises the first error. `after_step` is called after each step."""
     for request in requests:
         scheduler.add(request)
     while scheduler.step():
