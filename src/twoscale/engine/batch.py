@@ -38,7 +38,7 @@ class InFlight:
     """Initial states given by the caller, one (n, C) for each group; None: the model's."""
     stage_states: list[Tensor] | None = None
     """The embedding and the state after each stage, (n, C) each, if requested."""
-    inside: int = 0
+    n_in_loop: int = 0
     """Number of its tokens inside the current loop."""
 
     def steps_of_tokens(self) -> list[tuple[int, ...]]:
@@ -54,9 +54,9 @@ class WaitingRows:
     rows: Rows
     x: Tensor
     """States (N, C)."""
-    arrived: int = 0
+    arrived_at_call: int = 0
     """Number of calls of the batch when they arrived."""
-    steps: int = 0
+    loop_calls: int = 0
     """Calls that they took in the loop before; 0 after plain layers."""
 
 
@@ -87,10 +87,10 @@ class Batch:
         positions = [p for first, entry in zip(firsts, entries, strict=True) for p in range(first, first + len(entry[2]))]
         ids = torch.tensor([positions, [token for entry in entries for token in entry[2]]], dtype=torch.int64, device=engine.device)
         in_flight, at, no_state = [], 0, ids.new_empty(0, 0)
-        for first, (sequence, cache, new, request) in zip(firsts, entries, strict=True):
+        for first, (batch_index, cache, new, request) in zip(firsts, entries, strict=True):
             n = len(new)
             own = slice(at, at + n)
-            part = make_part(sequence, cache, first, n)
+            part = make_part(batch_index, cache, first, n)
             item = InFlight(part, ids[:, own], request, [[0] * n for _ in range(groups)], no_state)
             part.in_flight = item
             if start is not None:
@@ -113,7 +113,7 @@ class Batch:
                 assert item.stage_states is not None
                 item.stage_states.append(x)
         if stage < len(self.engine.model.stages):
-            waiting.arrived = self.calls
+            waiting.arrived_at_call = self.calls
             self.waiting.setdefault(stage, []).append(waiting)
             return
         for item, x in zip(waiting.in_flight, _split(waiting), strict=True):
@@ -131,7 +131,7 @@ class Batch:
         return rows
 
     @property
-    def lowest(self) -> int:
+    def earliest_stage(self) -> int:
         """The earliest stage that has rows."""
         return min((*self.loops, *self.waiting))
 
@@ -147,7 +147,7 @@ class Batch:
             self._advance_loop(stage, waiting, keep_going)
         else:
             rows = concat_rows(w.rows for w in waiting)
-            x = self.engine.run_plain_stage(stage, _stack([w.x for w in waiting]), rows)
+            x = self.engine.run_plain_stage(stage, _concat([w.x for w in waiting]), rows)
             self._count_call(rows)
             if keep_going is not None:
                 keep_going(rows, len(self.engine.model.stages[stage].blocks))  # type: ignore[arg-type]
@@ -192,10 +192,10 @@ class Batch:
         rows = concat_rows(w.rows for w in waiting)
         start, group = None, loop.group.index
         for item in (f for w in waiting for f in w.in_flight):
-            item.inside = item.part.count
+            item.n_in_loop = item.part.count
         if waiting[0].in_flight[0].start is not None:
             start = torch.cat([item.start[group] for w in waiting for item in w.in_flight])  # type: ignore[index]
-        loop.admit(rows, _stack([w.x for w in waiting]), start)
+        loop.admit(rows, _concat([w.x for w in waiting]), start)
 
     def _exit(self, stage: int, exited: ExitedRows) -> None:
         """Rows have exited a loop. The tokens of a sequence continue together, when the last of them has exited."""
@@ -206,8 +206,8 @@ class Batch:
             in_flight: list[InFlight] = [part.in_flight for part in parts]
             for item, part in zip(in_flight, parts, strict=True):
                 item.steps[group] = [part.k] * part.count
-                item.inside = 0
-            self._arrive(stage + 1, WaitingRows(in_flight, rows, exited.x, steps=calls))
+                item.n_in_loop = 0
+            self._arrive(stage + 1, WaitingRows(in_flight, rows, exited.x, loop_calls=calls))
             return
         complete, first = [], 0
         for part in parts:
@@ -219,15 +219,15 @@ class Batch:
             item.x[token_indices] = exited.x[own]
             for i in token_indices.tolist():
                 item.steps[group][i] = part.k
-            item.inside -= part.count
-            if not item.inside:
+            item.n_in_loop -= part.count
+            if not item.n_in_loop:
                 complete.append(item)
         if not complete:
             return
         ids, x = torch.cat([item.ids for item in complete], dim=1), torch.cat([item.x for item in complete])
         for item in complete:
             item.x = x[:0]
-        self._arrive(stage + 1, WaitingRows(complete, Rows([f.part for f in complete], ids, self.engine.kernels), x, steps=calls))
+        self._arrive(stage + 1, WaitingRows(complete, Rows([f.part for f in complete], ids, self.engine.kernels), x, loop_calls=calls))
 
     # -- removing rows -------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Batch:
         kept = [f for f in waiting.in_flight if f is not item]
         states = dict(zip(waiting.in_flight, _split(waiting), strict=True))
         rows = Rows([f.part for f in kept], torch.cat([f.ids for f in kept], dim=1), self.engine.kernels)
-        return WaitingRows(kept, rows, torch.cat([states[f] for f in kept]), waiting.arrived, waiting.steps)
+        return WaitingRows(kept, rows, torch.cat([states[f] for f in kept]), waiting.arrived_at_call, waiting.loop_calls)
 
     def split(self, stage: int) -> "Batch":
         """Move the rows at a stage to a new batch and return it."""
@@ -275,7 +275,7 @@ class Batch:
         return (item.request.client for item in self.in_flight if item.request is not None)
 
 
-def _stack(states: list[Tensor]) -> Tensor:
+def _concat(states: list[Tensor]) -> Tensor:
     return states[0] if len(states) == 1 else torch.cat(states)
 
 

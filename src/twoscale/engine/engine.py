@@ -115,10 +115,10 @@ class Engine:
             return self._run_token_by_token(inputs, start, stages)
         batch = Batch(self)
         in_flight = batch.enter(
-            [(sequence, cache, new, None) for sequence, cache, new in inputs], start, keep_stage_states=stages is not None
+            [(batch_index, cache, new, None) for batch_index, cache, new in inputs], start, keep_stage_states=stages is not None
         )
         while len(batch):
-            batch.advance(batch.lowest)
+            batch.advance(batch.earliest_stage)
         x = torch.cat([f.x for f in in_flight]) if len(in_flight) > 1 else in_flight[0].x
         if stages is not None:
             stages += [torch.cat(states) for states in zip(*(f.stage_states for f in in_flight), strict=True)]

@@ -47,12 +47,12 @@ class Lockstep(Policy):
     """
 
     def stage(self, batch: Batch) -> int:
-        return batch.lowest
+        return batch.earliest_stage
 
     def split_after_calls(self, batch: Batch) -> float:
-        stage = batch.lowest
+        stage = batch.earliest_stage
         later = [w for at, waiting in batch.waiting.items() if at > stage for w in waiting]
-        return min((w.arrived + max(MIN_WAIT_CALLS, MAX_WAIT_FACTOR * w.steps) for w in later), default=math.inf)
+        return min((w.arrived_at_call + max(MIN_WAIT_CALLS, MAX_WAIT_FACTOR * w.loop_calls) for w in later), default=math.inf)
 
 
 class Depth(Policy):

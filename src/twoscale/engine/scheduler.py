@@ -228,7 +228,7 @@ class Scheduler:
             split_after_calls = policy.split_after_calls(batch)
             done = batch.advance(policy.stage(batch), keep_going)
             if batch.in_flight and batch.calls >= policy.split_after_calls(batch):
-                self.batches.append(batch.split(batch.lowest))
+                self.batches.append(batch.split(batch.earliest_stage))
                 break
             if (
                 batch.failures
