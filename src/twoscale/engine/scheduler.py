@@ -53,7 +53,7 @@ class Counters:
     """Tokens whose forward pass is done, prompts included."""
     engine_seconds: float = 0.0
     finished: int = 0
-    """Requests that have ended, for any reason."""
+    """Requests that were started and have ended, for any reason."""
     loop_steps: list[int] = field(default_factory=list)
     """For each group, the loop steps of all tokens."""
 

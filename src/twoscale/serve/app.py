@@ -33,7 +33,7 @@ def error(status: int, message: str, param: str | None = None, headers: dict[str
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware that checks the API key and the size of the body.
 
     Not a Starlette BaseHTTPMiddleware, which would add overhead to every streamed token."""
@@ -81,7 +81,7 @@ def create_app(server: Server) -> FastAPI:
     app = FastAPI(title="twoscale", lifespan=lifespan, docs_url=None, redoc_url=None)
 
     app.state.connections = server.connections
-    app.add_middleware(Guard, server=server)
+    app.add_middleware(RequestGuard, server=server)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, problem: RequestValidationError) -> Response:
@@ -95,9 +95,11 @@ def create_app(server: Server) -> FastAPI:
     async def http_error(request: Request, problem: HTTPException) -> Response:
         if problem.status_code not in (404, 405):
             return error(problem.status_code, str(problem.detail))
-        asked = f"{request.method} {request.url.path[:100]} is not served here"
+        requested = f"{request.method} {request.url.path[:100]} is not served here"
         return error(
-            problem.status_code, f"{asked}: {NO_CHAT if '/chat/' in request.url.path else ENDPOINTS}", headers=dict(problem.headers or {})
+            problem.status_code,
+            f"{requested}: {NO_CHAT if '/chat/' in request.url.path else ENDPOINTS}",
+            headers=dict(problem.headers or {}),
         )
 
     @app.exception_handler(InvalidRequest)
@@ -185,8 +187,7 @@ async def _complete_response(server: Server, body: CompletionRequest, choices: l
         {
             **server.response_fields(),
             "choices": completions,
-            "usage": server.usage(choices, body.n_per_prompt),
-            "twoscale": server.loop_summary(choices),
+            **server.summary(choices, body.n_per_prompt),
         }
     )
 
@@ -211,8 +212,8 @@ async def _events(server: Server, body: CompletionRequest, choices: list[Choice]
         if not started:
             raise
         timed_out = isinstance(problem, TimeoutError)
-        words = f"not done within {server.limits.timeout:g} seconds" if timed_out else str(problem)
-        yield event({"error": {"message": words, "type": "server_error"}})
+        message = f"not done within {server.limits.timeout:g} seconds" if timed_out else str(problem)
+        yield event({"error": {"message": message, "type": "server_error"}})
 
 
 async def _stream_response(events: AsyncGenerator[str], request: Request) -> Response:

@@ -35,7 +35,7 @@ class Phase(Enum):
 
     HEADERS = "headers"
     BODY = "body"
-    ANSWER = "answer"
+    RESPONSE = "response"
     """The response is being computed, or sent."""
     IDLE = "idle"
     """Kept alive after a response, without a new request."""
@@ -66,14 +66,14 @@ class Connections:
     def set_phase(self, connection: "Connection", phase: Phase) -> None:
         """Called when a connection changes its phase."""
         self.waiting.pop(connection, None)
-        if phase is not Phase.ANSWER:
+        if phase is not Phase.RESPONSE:
             self.waiting[connection] = None
 
     def discard(self, connection: "Connection") -> None:
         self.waiting.pop(connection, None)
         self.active.discard(connection)
 
-    def make_room(self) -> None:
+    def enforce_limit(self) -> None:
         """Close the connections that have waited longest until the limit is kept."""
         while len(self.active) > self.max_connections and self.waiting:
             self.close_oldest()
@@ -108,7 +108,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.registry.set_phase(self, self.phase)
-        self.registry.make_room()
+        self.registry.enforce_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.registry.discard(self)
@@ -131,7 +131,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Idle connections are closed by `Connections.sweep`."""
+        """Idle connections are closed by `Connections.close_expired`."""
 
     def _update(self, without_request: Phase) -> None:
         """Update the phase; `without_request` is the phase of a connection that has no request now."""
@@ -140,7 +140,7 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY:
             phase = Phase.BODY
         elif self.cycle is not None and not self.cycle.response_complete:
-            phase = Phase.ANSWER
+            phase = Phase.RESPONSE
         else:
             phase = without_request
         if phase is not self.phase:
@@ -151,7 +151,7 @@ class Connection(H11Protocol):
         """The time at which the connection is closed, by time.monotonic."""
         if self.write_blocked_since is not None:
             return self.write_blocked_since + self.limits.write_timeout
-        if self.phase is Phase.ANSWER:
+        if self.phase is Phase.RESPONSE:
             return float("inf")
         if self.phase is not Phase.IDLE:
             return self.phase_began + self.limits.read_timeout

@@ -207,7 +207,7 @@ class Server:
             "Connections closed by a time limit or because too many were open.",
             ("", self.connections.n_closed),
         )
-        add("finished_total", "counter", "Sequences that have ended, for any reason.", ("", c.finished))
+        add("finished_total", "counter", "Sequences that were started and have ended.", ("", c.finished))
         add("tokens_total", "counter", "Generated tokens.", ("", c.tokens))
         add("processed_tokens_total", "counter", "Tokens whose forward pass is done, prompts included.", ("", c.processed_tokens))
         add("engine_seconds_total", "counter", "Seconds spent in the engine.", ("", c.engine_seconds))
