@@ -102,11 +102,11 @@ class Rows:
             parts = [self.parts[i] for i in stay.tolist()]
         else:
             parts = []
-            for part, chosen in self._pieces(stay):
-                if len(chosen) == part.count:
+            for part, low, high in self._pieces(stay.tolist()):
+                if high - low == part.count:
                     parts.append(part)
-                elif len(chosen):
-                    parts.append(_some(part, self.positions[chosen]))
+                elif high > low:
+                    parts.append(_some(part, self.positions[stay[low:high]]))
         return Rows(parts, self.ids[:, stay], self.kernels)
 
     def join(self, others: "Rows") -> "Rows":
@@ -119,13 +119,12 @@ class Rows:
             for layer in layers:
                 part.cache.layers[layer].settle(part.k, part.at)
 
-    def _pieces(self, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
-        """Each part and those of its rows that are among `rows`."""
-        numbers = rows.tolist()
+    def _pieces(self, rows: list[int]) -> Iterator[tuple[Part, int, int]]:
+        """Each part, and where its rows begin and end in `rows`, which is ascending."""
         first = low = 0
         for part in self.parts:
-            high = bisect_left(numbers, first + part.count, low)
-            yield part, rows[low:high]
+            high = bisect_left(rows, first + part.count, low)
+            yield part, low, high
             first, low = first + part.count, high
 
     @cached_property
