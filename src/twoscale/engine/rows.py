@@ -105,11 +105,11 @@ class Rows:
             parts = [self.parts[i] for i in index.tolist()]
         else:
             parts = []
-            for part, chosen in self._rows_by_part(index):
-                if len(chosen) == part.count:
+            for part, low, high in self._rows_by_part(index.tolist()):
+                if high - low == part.count:
                     parts.append(part)
-                elif len(chosen):
-                    parts.append(_subset(part, self.positions[chosen]))
+                elif high > low:
+                    parts.append(_subset(part, self.positions[index[low:high]]))
         return Rows(parts, self.ids[:, index], self.kernels)
 
     def concat(self, others: "Rows") -> "Rows":
@@ -122,13 +122,12 @@ class Rows:
             for layer in layers:
                 part.cache.layers[layer].fill_deeper_levels(part.k, part.at)
 
-    def _rows_by_part(self, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
-        """For each part, those of the given row indices (ascending) that belong to it."""
-        numbers = rows.tolist()
+    def _rows_by_part(self, rows: list[int]) -> Iterator[tuple[Part, int, int]]:
+        """For each part, the range low .. high - 1 of the given row indices (ascending) that belong to it."""
         first = low = 0
         for part in self.parts:
-            high = bisect_left(numbers, first + part.count, low)
-            yield part, rows[low:high]
+            high = bisect_left(rows, first + part.count, low)
+            yield part, low, high
             first, low = first + part.count, high
 
     @cached_property
