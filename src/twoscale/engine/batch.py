@@ -89,12 +89,12 @@ class Batch:
         in_flight, at, no_state = [], 0, ids.new_empty(0, 0)
         for first, (batch_index, cache, new, request) in zip(firsts, entries, strict=True):
             n = len(new)
-            own = slice(at, at + n)
+            row_range = slice(at, at + n)
             part = make_part(batch_index, cache, first, n)
-            item = InFlight(part, ids[:, own], request, [[0] * n for _ in range(groups)], no_state)
+            item = InFlight(part, ids[:, row_range], request, [[0] * n for _ in range(groups)], no_state)
             part.in_flight = item
             if start is not None:
-                item.start = [states[own] for states in start]
+                item.start = [states[row_range] for states in start]
             in_flight.append(item)
             at += n
         rows = Rows([item.part for item in in_flight], ids, engine.kernels)
@@ -211,12 +211,12 @@ class Batch:
             return
         complete, first = [], 0
         for part in parts:
-            item, own = part.in_flight, slice(first, first + part.count)
-            first = own.stop
-            token_indices = rows.positions[own] - item.ids[0, 0]
+            item, row_range = part.in_flight, slice(first, first + part.count)
+            first = row_range.stop
+            token_indices = rows.positions[row_range] - item.ids[0, 0]
             if len(item.x) != item.part.count:
                 item.x = exited.x.new_empty(item.part.count, exited.x.shape[1])
-            item.x[token_indices] = exited.x[own]
+            item.x[token_indices] = exited.x[row_range]
             for i in token_indices.tolist():
                 item.steps[group][i] = part.k
             item.n_in_loop -= part.count

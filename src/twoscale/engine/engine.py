@@ -84,8 +84,8 @@ class Engine:
             return self._start_states(group, e, rows.positions, seeds.pop())
         each, first = [], 0
         for part in rows.parts:
-            own = slice(first, first + part.count)
-            each.append(self._start_states(group, e[own], rows.positions[own], part.cache.params.seed))
+            row_range = slice(first, first + part.count)
+            each.append(self._start_states(group, e[row_range], rows.positions[row_range], part.cache.params.seed))
             first += part.count
         return torch.cat(each)
 

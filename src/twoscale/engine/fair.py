@@ -59,12 +59,12 @@ class FairShares:
         contested = len(n_running.keys() | firsts.keys()) > 1
         free = cache - self.reserved.total()
         for client, request in sorted(firsts.items(), key=lambda entry: n_running[entry[0]]):
-            need, own = size(request), self.reserved[client]
+            need, own_bytes = size(request), self.reserved[client]
             if not n_running[client]:
                 return request if need <= free else None
-            cache_limit = (CACHE_CONTESTED if contested else CACHE_ALONE) * (own + free)
+            cache_limit = (CACHE_CONTESTED if contested else CACHE_ALONE) * (own_bytes + free)
             limit = max(1, max_num_seqs // 2) if contested else max_num_seqs
-            if len(running) < max_num_seqs and n_running[client] < limit and own + need <= cache_limit:
+            if len(running) < max_num_seqs and n_running[client] < limit and own_bytes + need <= cache_limit:
                 return request
         return None
 
@@ -72,7 +72,7 @@ class FairShares:
 def clients_ahead(requests: Mapping[Client, Sequence[object]]) -> list[Client]:
     """The clients with several requests that are ahead of another client by more than QUANTUM."""
     least = min(client.virtual_time for client in requests)
-    return [client for client, own in requests.items() if len(own) > 1 and client.virtual_time > least + QUANTUM]
+    return [client for client, client_requests in requests.items() if len(client_requests) > 1 and client.virtual_time > least + QUANTUM]
 
 
 def select_for_batch(requests: Sequence[Request], max_requests: int, in_flight: Sequence[Request] = ()) -> list[Request]:
@@ -86,7 +86,7 @@ def select_for_batch(requests: Sequence[Request], max_requests: int, in_flight: 
         by_client.setdefault(request.client, []).append(request)
     if len(by_client) == 1 and not in_flight:
         return list(requests[:max_requests])
-    all_requests: dict[Client, list[Request]] = {client: list(own) for client, own in by_client.items()}
+    all_requests: dict[Client, list[Request]] = {client: list(idle) for client, idle in by_client.items()}
     for request in in_flight:
         all_requests.setdefault(request.client, []).append(request)
     for client in clients_ahead(all_requests):

@@ -140,18 +140,18 @@ class Loop:
         if at_limit:
             ended = [part.k >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
             exit_mask = exit_mask | torch.tensor(ended, device=after.device)
-        gone = exit_mask.nonzero().flatten()
-        if not len(gone):
+        exit_index = exit_mask.nonzero().flatten()
+        if not len(exit_index):
             self.x = after
             return None
         kept = (
             after if keep_previous is False else torch.where(torch.as_tensor(keep_previous, device=after.device)[..., None], before, after)
         )
-        if len(gone) == rows.n:
+        if len(exit_index) == rows.n:
             return self._exit_all(rows, kept)
-        left = rows.select(gone)
-        left.fill_deeper_levels(self.layers)
-        exited = ExitedRows(left, self.group.leave(kept.index_select(0, gone)))
+        exited_rows = rows.select(exit_index)
+        exited_rows.fill_deeper_levels(self.layers)
+        exited = ExitedRows(exited_rows, self.group.leave(kept.index_select(0, exit_index)))
         self.x = kept
         self._keep((~exit_mask).nonzero().flatten())
         return exited

@@ -306,10 +306,10 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         """End the requests that were cancelled."""
         with self._lock:
-            gone = [request for request in self.waiting if request.cancelled]
-            if gone:
+            cancelled = [request for request in self.waiting if request.cancelled]
+            if cancelled:
                 self.waiting = deque(request for request in self.waiting if not request.cancelled)
-        for request in gone:
+        for request in cancelled:
             request.finish = "cancelled"
             if request.on_token is not None:
                 request.on_token(request)

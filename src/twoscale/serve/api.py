@@ -128,8 +128,8 @@ def engine_requests(
             raise InvalidRequest(f"token {max(ids)} does not exist, the vocabulary has {model.config.vocab_size}", "prompt")
         if len(ids) > size:
             raise InvalidRequest(f"the prompt has {len(ids)} tokens, the context {size}", "prompt")
-        own = replace(sampling, max_new_tokens=min(body.max_tokens or size, size - len(ids) + 1))
-        requests += [Request(ids, own, params, sample_index=i, client=client) for i in range(body.n_per_prompt)]
+        prompt_sampling = replace(sampling, max_new_tokens=min(body.max_tokens or size, size - len(ids) + 1))
+        requests += [Request(ids, prompt_sampling, params, sample_index=i, client=client) for i in range(body.n_per_prompt)]
     return requests
 
 

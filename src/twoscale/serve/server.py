@@ -97,8 +97,8 @@ class Server:
         for text in [found] if isinstance(found, str) else found:
             if isinstance(text, str) and len(text) > self.max_prompt_bytes:
                 raise InvalidRequest(f"the prompt has {len(text)} characters, more than fit the context", "prompt")
-            if isinstance(text, str) and not _whole_characters(text):
-                raise InvalidRequest("the prompt holds half a character (a lone surrogate)", "prompt")
+            if isinstance(text, str) and not _is_valid_utf8(text):
+                raise InvalidRequest("the prompt contains a lone surrogate (half a character)", "prompt")
         if isinstance(found, str):
             return [self.tokenizer.encode(found)]
         if all(isinstance(x, int) for x in found):
@@ -228,7 +228,7 @@ class Server:
         return "\n".join(lines) + "\n"
 
 
-def _whole_characters(text: str) -> bool:
+def _is_valid_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:

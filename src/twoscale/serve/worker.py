@@ -82,9 +82,9 @@ class Worker:
         """Send the events of a scheduler step to the event loops, with one call for each loop: waking a loop is the expensive part."""
         events, self._events = self._events, []
         for loop in dict.fromkeys(event[0] for event in events):
-            own = [(queue, i) for its_loop, queue, i in events if its_loop is loop]
+            loop_events = [(queue, i) for its_loop, queue, i in events if its_loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_put_all, own)
+                loop.call_soon_threadsafe(_put_all, loop_events)
 
     def submit(self, requests: list[Request]) -> None:
         """Add requests to the scheduler, all of them or none; Busy or UserError if they cannot be served."""

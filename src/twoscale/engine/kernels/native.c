@@ -5,7 +5,7 @@
  *
  * A dot product is summed in the same order for any number of rows, so a row's result is bit-equal in every batch.
  *
- * Letters: n rows, C width, H query heads, J key/value heads, D head width, M hidden width of the MLP.
+ * Shapes: n rows, C width, H query heads, J key/value heads, D head width, M hidden width of the MLP.
  */
 
 #ifdef __AVX__

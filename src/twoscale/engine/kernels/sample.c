@@ -4,7 +4,7 @@
  * settings and uniform number alone. Tokens are drawn by the cumulative sum of their weights in vocabulary order; nothing is sorted but the
  * few tokens at the cutoff of top_p.
  *
- * Letters: n rows, V vocabulary. Tokens come in blocks of BLOCK, whose maxima and sums tell which blocks must be read again.
+ * Shapes: n rows, V vocabulary. Tokens come in blocks of BLOCK, whose maxima and sums tell which blocks must be read again.
  */
 
 #include <stdlib.h>
