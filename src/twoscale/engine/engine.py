@@ -1,7 +1,7 @@
 """The engine: a model prepared for decoding, which computes the stages of the network for the rows of a batch.
 
     engine = Engine(model)
-    cache = engine.open(512, loop_params(model, exit=exits.Acceleration(1e-2), loops=30))
+    cache = engine.new_cache(512, loop_params(model, exit=exits.Acceleration(1e-2), loops=30))
     x, steps = engine.run([(0, cache, [5, 7, 9])])    # prefill: three tokens in parallel
     x, steps = engine.run([(0, cache, [2])])          # decode: one more token
 
