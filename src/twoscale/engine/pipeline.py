@@ -112,7 +112,7 @@ class Pipeline:
             for flight, x in zip(waiting.flights, _split(waiting), strict=True):
                 assert flight.stages is not None
                 flight.stages.append(x)
-        if stage < len(self.engine.model.stages):
+        if stage < len(self.engine.stages):
             waiting.arrived = self.calls
             self.waiting.setdefault(stage, []).append(waiting)
             return
@@ -144,14 +144,14 @@ class Pipeline:
         returns True; without it, until rows leave.
         """
         waiting = self.waiting.pop(stage, [])
-        if isinstance(self.engine.model.stages[stage], LoopGroup):
+        if isinstance(self.engine.stages[stage], LoopGroup):
             self._advance_loop(stage, waiting, go_on)
         else:
             rows = joined(w.rows for w in waiting)
             x = self.engine.plain(stage, _stack([w.x for w in waiting]), rows)
             self._called(rows)
             if go_on is not None:
-                go_on(rows, len(self.engine.model.stages[stage].blocks))  # type: ignore[arg-type]
+                go_on(rows, len(self.engine.blocks[stage]))
             self._arrive(stage + 1, Waiting([f for w in waiting for f in w.flights], rows, x))
         done, self._done = self._done, []
         return done
@@ -200,7 +200,7 @@ class Pipeline:
 
     def _leave(self, stage: int, finished: Finished) -> None:
         """Rows have left a loop. A sequence's tokens go on together."""
-        group: int = self.engine.model.stages[stage].index  # type: ignore[assignment]
+        group: int = self.engine.stages[stage].index  # type: ignore[assignment]
         rows, parts = finished.rows, finished.rows.parts
         calls = max(part.k for part in parts)
         if all(part.owner.part is part for part in parts):  # all tokens of each sequence at once

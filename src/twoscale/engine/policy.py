@@ -49,6 +49,8 @@ class Lockstep(Policy):
         return pipeline.lowest
 
     def split_at(self, pipeline: Pipeline) -> float:
+        if len(pipeline.flights) == 1:
+            return math.inf
         stage = pipeline.lowest
         later = [w for at, waiting in pipeline.waiting.items() if at > stage for w in waiting]
         return min((w.arrived + max(MIN_PATIENCE, PATIENCE * w.steps) for w in later), default=math.inf)

@@ -7,6 +7,7 @@ TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -122,8 +123,9 @@ def threads_to_use() -> int:
     return min(torch.get_num_threads(), _cores())
 
 
-@Once
+@functools.cache
 def _cores() -> int:
+    """Asked for at every call of a kernel; threads that ask first at the same time find the same number."""
     return usable_cores()
 
 
