@@ -81,7 +81,7 @@ def test_bounds(session: Session) -> None:
 def test_page_words(session: Session) -> None:
     """What a model writes cannot become markup, and calibrated thresholds are marked on the slider."""
     from twoscale.explore import figures
-    from twoscale.explore.page import threshold_words
+    from twoscale.explore.controls import threshold_words
 
     evil = "<script>alert(1)</script>**bold**"
     *_, race = session.race("the loop", exits.StepNorm(2.0), 6, **HOW)  # type: ignore[arg-type]

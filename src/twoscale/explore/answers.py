@@ -1,7 +1,7 @@
 """What the explorer computes on a task: every answer of a sample, with its steps and what the loop would have answered after each of them.
 
-The steps and the answers are the engine's. The read-out after step k is the engine's answer with at most k steps in the last group: a token at
-step k attends to every other one at that step, or at the step at which it left, so its state is the one it passes through in the full pass.
+The steps and the answers are the engine's. The read-out after step k is the engine's answer with at most k steps in the last group: a token
+at step k attends to every other one at that step, or at the step at which it left, so its state is the one it has in the full pass.
 """
 
 from collections.abc import Sequence

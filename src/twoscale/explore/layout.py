@@ -98,10 +98,10 @@ def _is_free(at: tuple[float, float], size: float, places: Sequence[tuple[float,
 
 def _extent(places: Sequence[tuple[float, float]], sizes: Sequence[float]) -> float:
     """Height of the smallest frame of the wanted shape around the circles, and a little for the distance from the first."""
-    spans = [
-        max(at[i] + size for at, size in zip(places, sizes, strict=False)) - min(at[i] - size for at, size in zip(places, sizes, strict=False))
-        for i in (0, 1)
-    ]
+    spans = []
+    for i in (0, 1):
+        sides = [(at[i] - size, at[i] + size) for at, size in zip(places, sizes, strict=False)]
+        spans.append(max(high for _, high in sides) - min(low for low, _ in sides))
     return max(spans[0] / ASPECT, spans[1]) + 1e-3 * math.dist(places[0], places[-1])
 
 
