@@ -15,7 +15,7 @@ from twoscale.report.style import step_colour, step_share
 
 GAP = 3.0  # between a node and the edges that touch it
 HEAD = 9.0  # length of an arrow's head
-LAP = 5.0  # how much wider a line is drawn for each later walk over the same edge
+LAP = 3.0  # how much wider a line is drawn for each later walk over the same edge
 WIDTH = 5.0
 SELF_LOOP = 13.0  # radius of a fixed point's edge
 LABELS = 3  # numbers of steps beside one node, before they are shortened
@@ -101,8 +101,12 @@ def _nodes(layout: Layout, f: Sequence[int], start: int, target: int, moves: Seq
         at = f"cx='{x:.1f}' cy='{y:.1f}'"
         kind = "node" + " start" * (node == start) + " target" * (node == target)
         inside = f"<circle class='back' {at} r='{NODE}'/>"
-        inside += "".join(f"<circle class='visit' data-k='{k}' {at} r='{NODE}' style='--line:{colour(k)}'/>" for k in visits)
-        inside += "".join(f"<circle class='here' data-only='{k}' {at} r='{NODE + 4}' style='--line:{colour(k)}'/>" for k in visits)
+        for k in visits:  # the newest covers those before it
+            fill = f"<circle class='paper' {at} r='{NODE}'/><circle class='tint' {at} r='{NODE}'/>"
+            inside += f"<g class='visit' data-k='{k}' style='--line:{colour(k)}'>{fill}</g>"
+            hidden = " off" * (k != len(moves))
+            inside += f"<circle class='here{hidden}' data-only='{k}' {at} r='{NODE + 4}' style='--line:{colour(k)}'/>"
+        inside += f"<circle class='begin' {at} r='{NODE}'/>" if node == start else ""
         inside += f"<circle class='goal' {at} r='{NODE - 3.5}'/>" if node == target else ""
         inside += f"<text class='name' x='{x:.1f}' y='{y:.1f}'>{node}</text>"
         parts.append(f"<g class='{kind}' data-node='{node}'>{inside}{_labels(layout, node, visits, len(moves))}</g>")

@@ -260,9 +260,9 @@ def _check_task(model: LoopedGPT, task: Task, name: str) -> None:
     c = model.config
     if c.vocab_size != task.vocab_size:
         raise UserError(
-            f"{name}: task.json names the task {task.name} with {task.vocab_size} tokens, the model has {c.vocab_size}: give the model's own"
+            f"{name}: task.json names the task {task.name} with {task.vocab_size} tokens, the model has {c.vocab_size}: it is of another"
         )
     if c.block_size < task.length:
         raise UserError(
-            f"{name}: task.json names the task {task.name} with samples of {task.length} tokens, the model takes {c.block_size}: give its own"
+            f"{name}: task.json names the task {task.name} with samples of {task.length} tokens, the model takes {c.block_size}"
         )

@@ -49,11 +49,11 @@ def hops_answers_html(task: Hops, solved: Solved, selected: int) -> str:
         rows.append(
             f"<div class='answer{' on' * (i == selected)}' data-i='{i}' data-steps='{answer.steps}' data-depth='{answer.depth}' "
             f"role='button' tabindex='0'>"
-            f"<span class='asked'><code>&lt;{p}&gt;</code> <code>{x}</code> → {said} {_mark(answer)}</span>"
+            f"<span class='asked'><code class='count'>&lt;{p}&gt;</code> <code class='from'>{x}</code> → {said} {_mark(answer)}</span>"
             f"{_cells(answer, solved.loops)}<span class='numbers'><b>{plural(answer.steps, 'step')}</b> · depth {answer.depth}</span></div>"
         )
     head = (
-        f"<div class='answer head-row'><span>hops, node → answer</span><span class='pips-head'>loop steps taken, of {solved.loops[-1]}; "
+        f"<div class='answer head-row'><span>query → answer</span><span class='pips-head'>loop steps taken · "
         f"{DEPTH} true depth</span><span class='numbers'>steps · true depth</span></div>"
     )
     return f"<div class='answers'>{head}{''.join(rows)}</div>"

@@ -50,7 +50,7 @@ def build(session: Session) -> gr.Blocks:
                 walk = gr.HTML(shown[1], js_on_load=assets.WALK_JS, elem_id="walk", apply_default_css=False)
             with gr.Column(scale=6, min_width=320):
                 answers = gr.HTML(shown[2], js_on_load=assets.CLICK, elem_id="answers", apply_default_css=False)
-                legend = gr.HTML(shown[3])
+                legend = gr.HTML(shown[3], elem_id="legend", apply_default_css=False)
                 summary = gr.Markdown(shown[4], elem_id="summary")
                 p, x = _query_controls(session, first)
                 read = gr.HTML(shown[5], elem_id="read", apply_default_css=False)
@@ -102,8 +102,8 @@ def _title(session: Session) -> str:
     about = f"{size_words(session)} parameters · loop groups {group_list(session.groups)} · default depth {plural(c.mean_loops, 'loop')}."
     if isinstance(task, Hops):
         asks = (
-            f"Every sequence lists a random permutation of {plural(task.nodes, 'node')}, edge by edge; then `<p> x` asks where p hops lead from node x. "
-            f"An answer needs p hops, so its true depth is known. Colours show how many loop steps each answer took; click one to see its walk."
+            f"A sequence lists a random permutation of {plural(task.nodes, 'node')}, edge by edge; then `<p> x` asks where p hops lead "
+            f"from node x: the answer's true depth is p. Colours show how many loop steps each answer took; click one to see its walk."
         )
     else:
         asks = (
@@ -120,8 +120,8 @@ def _query_controls(session: Session, visit: Visit) -> tuple[gr.Slider, gr.Slide
     most, nodes = (task.hops, task.nodes) if isinstance(task, Hops) else (1, 1)
     with gr.Row(visible=hops):
         return (
-            gr.Slider(1, max(2, most), value=p, step=1, label="Edit the query: hops p", elem_id="hops", min_width=140),
-            gr.Slider(0, max(1, nodes - 1), value=x, step=1, label="from node x", elem_id="node", min_width=140),
+            gr.Slider(1, max(2, most), value=p, step=1, label="Edit the query: hops p", elem_id="hops", min_width=220),
+            gr.Slider(0, max(1, nodes - 1), value=x, step=1, label="from node x", elem_id="node", min_width=220),
         )
 
 
@@ -161,8 +161,8 @@ def _shown(session: Session, visit: Visit) -> list[Any]:
         walk, answers = task_figures.carry_walk_html(task, solved, answer), task_figures.carry_answers_html(task, solved, visit.selected)
     found = inspect(session, solved, answer)
     return [
-        visit, walk, answers, figures.legend(solved.loops, difference=False), task_figures.summary_words(solved), task_figures.read_html(task, solved),
-        figures.inspection_words(found), *figures.curve_figures(found), *_asked(session, visit),
+        visit, walk, answers, figures.legend(solved.loops, difference=False), task_figures.summary_words(solved),
+        task_figures.read_html(task, solved), figures.inspection_words(found), *figures.curve_figures(found), *_asked(session, visit),
     ]  # fmt: skip
 
 
