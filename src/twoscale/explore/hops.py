@@ -49,13 +49,13 @@ def true_path(f: tuple[int, ...], p: int, x: int) -> list[int]:
 
 def edited(task: Hops, problem: Problem, place: int, p: object, x: object) -> Problem:
     """The problem with another query at this position, and its answer behind it."""
-    p, x = (_whole(name, value, low, high) for name, value, low, high in (("hops p", p, 1, task.hops), ("node x", x, 0, task.nodes - 1)))
+    p, x = _whole("hops p", p, 1, task.hops), _whole("node x", x, 0, task.nodes - 1)
     target = true_path(permutation(task, problem), p, x)[-1]
     return changed(problem, {place - 1: task.nodes + p - 1, place: x, place + 1: target}, place, target, p)
 
 
 def _whole(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value != int(value):
         raise UserError(f"{name} = {value!r}: give a whole number between {low} and {high}")
     return int(value)
 

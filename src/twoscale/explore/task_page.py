@@ -78,10 +78,8 @@ def build(session: Session) -> gr.Blocks:
         def again(v: Visit, r: str, power: float, most: float) -> list[Any]:
             return _said(lambda: _shown(session, _visit(session, v.problem, r, power, most, v.selected)))
 
-        def take(number: float | None, key: float | None, r: str, power: float, most: float) -> list[Any]:
-            return _said(
-                lambda: _shown(session, _visit(session, draw(task, _number("sample", number), _number("seed", key)), r, power, most))
-            )
+        def take(n: float | None, key: float | None, r: str, power: float, most: float) -> list[Any]:
+            return _said(lambda: _shown(session, _visit(session, draw(task, number("sample", n), number("seed", key)), r, power, most)))
 
         def ask(v: Visit, hops: float, node: float, r: str, power: float, most: float) -> list[Any]:
             assert isinstance(task, Hops)
@@ -91,7 +89,7 @@ def build(session: Session) -> gr.Blocks:
         answers.click(pick, [visit], parts, **once)
         gr.on([rule.change, power.change, loops.change], again, [visit, *settings], parts, **once)
         gr.on([sample.change, seed.change], take, [sample, seed, *settings], parts, **once)
-        another.click(lambda n: _number("sample", n) + 1 if n is not None else 0, sample, sample, queue=False)
+        another.click(lambda n: 0 if n is None else min(int(n) + 1, MAX_SAMPLE), sample, sample, queue=False)
         if isinstance(task, Hops):
             gr.on([p.input, x.input], ask, [visit, p, x, *settings], parts, **once)
     return page
@@ -172,7 +170,8 @@ def _index(visit: Visit, index: object) -> int:
     return index
 
 
-def _number(name: str, value: float | None) -> int:
+def number(name: str, value: float | None) -> int:
+    """A sample's number or a seed, as a visitor gave it."""
     if value is None or not 0 <= value <= MAX_SAMPLE:
         raise UserError(f"{name} = {value!r}: give a whole number between 0 and {MAX_SAMPLE}")
     return int(value)
