@@ -3,10 +3,11 @@
 import html
 from collections.abc import Sequence
 
-from twoscale.config.words import plural
+from twoscale.config.words import group_label, plural
 from twoscale.explore.answers import Answer, Solved
 from twoscale.explore.graph import graph_svg
 from twoscale.explore.hops import permutation, query, walk
+from twoscale.explore.session import Inspection
 from twoscale.report.style import step_colour, step_share
 from twoscale.tasks.carry import Carry
 from twoscale.tasks.hops import Hops
@@ -113,6 +114,13 @@ def verdict(task: Task, solved: Solved, answer: Answer) -> str:
     return f"{left} · {DEPTH} true depth <b>{answer.depth}</b> · answer <b>{html.escape(words[answer.id])}</b>, {truth} {_mark(answer)}"
 
 
+def geometry_words(task: Task, answer: Answer, found: Inspection) -> str:
+    """What the curves below are of."""
+    taken = ", ".join(f"{k} in {group_label(g, name)}" for g, (k, name) in enumerate(zip(found.taken, found.groups, strict=True)))
+    token = html.escape(words_of(task)[answer.id])
+    return f"### How “{token}” was chosen\nsteps taken: {taken} · {LEAVES} where it left; the curves are those of a run without exits"
+
+
 def read_html(task: Task, solved: Solved) -> str:
     """The whole sequence as the model reads it, each token in the colour of its own steps."""
     words, last = words_of(task), [s[-1] for s in solved.steps]
@@ -147,12 +155,12 @@ def carry_answers_html(task: Carry, solved: Solved, selected: int) -> str:
     small = "<td class='small'>{}</td>"
     return (
         "<div class='scroll'><table class='sum'>"
-        + row("first number", [digit(i, i) for i in order])
-        + row("second number", [digit(D + i, i) for i in order])
-        + row("sum, by the model", sums)
-        + row("right?", [small.format(_mark(solved.answers[i])) for i in order])
-        + row("loop steps", [small.format(f"<b>{solved.answers[i].steps}</b>") for i in order])
-        + row("true depth", [small.format(solved.answers[i].depth) for i in order])
+        + row("first", [digit(i, i) for i in order])
+        + row("second", [digit(D + i, i) for i in order])
+        + row("sum", sums)
+        + row("right", [small.format(_mark(solved.answers[i])) for i in order])
+        + row("steps", [small.format(f"<b>{solved.answers[i].steps}</b>") for i in order])
+        + row("depth", [small.format(solved.answers[i].depth) for i in order])
         + "</table></div>"
     )
 

@@ -118,8 +118,8 @@ def _query_controls(session: Session, visit: Visit) -> tuple[gr.Slider, gr.Slide
     most, nodes = (task.hops, task.nodes) if isinstance(task, Hops) else (1, 1)
     with gr.Row(visible=hops):
         return (
-            gr.Slider(1, max(2, most), value=p, step=1, label="Edit the query: hops p", elem_id="hops", min_width=220),
-            gr.Slider(0, max(1, nodes - 1), value=x, step=1, label="from node x", elem_id="node", min_width=220),
+            gr.Slider(1, max(2, most), value=p, step=1, label="Edit: hops p", elem_id="hops", min_width=220),
+            gr.Slider(0, max(1, nodes - 1), value=x, step=1, label="Edit: node x", elem_id="node", min_width=220),
         )
 
 
@@ -160,7 +160,8 @@ def _shown(session: Session, visit: Visit) -> list[Any]:
     found = inspect(session, solved, answer)
     return [
         visit, walk, answers, figures.legend(solved.loops, difference=False), task_figures.summary_words(solved),
-        task_figures.read_html(task, solved), figures.inspection_words(found), *figures.curve_figures(found), *_asked(session, visit),
+        task_figures.read_html(task, solved), task_figures.geometry_words(task, answer, found),
+        *figures.curve_figures(found), *_asked(session, visit),
     ]  # fmt: skip
 
 
