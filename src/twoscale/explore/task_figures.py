@@ -54,8 +54,8 @@ def hops_answers_html(task: Hops, solved: Solved, selected: int) -> str:
             f"{_cells(answer, solved.loops)}<span class='numbers'><b>{plural(answer.steps, 'step')}</b> · depth {answer.depth}</span></div>"
         )
     head = (
-        f"<div class='answer head-row'><span>query → answer</span><span class='pips-head'>loop steps taken · "
-        f"{DEPTH} true depth</span><span class='numbers'>steps · true depth</span></div>"
+        f"<div class='answer head-row'><span>query → answer</span><span class='pips-head'>steps · {DEPTH} true depth</span>"
+        f"<span class='numbers'>steps · true depth</span></div>"
     )
     return f"<div class='answers'>{head}{''.join(rows)}</div>"
 
