@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import twoscale
+from browsing import check_console_and_network
 from conftest import CommandLine
 from twoscale import exits
 from twoscale.cli.explore import open_session
@@ -205,9 +206,13 @@ def test_carry() -> None:
     assert task_page.build(session) is not None
 
 
-def test_visits(session: Session, task: Hops) -> None:
-    """What the page offers at first has been solved, and numbers that are none are one line."""
-    page = task_page.build(session)
+def test_first_settings(session: Session, task: Hops) -> None:
+    """At first the page has the calibrated rule and loops, or a rule and loops enough for the deepest answer; bad numbers are one line."""
+    plain = Session(session.model, session.tokenizer, "hops", task=task)
+    assert task_page.first_settings(plain) == ("kl", 16)
+    fitted = Session(session.model, session.tokenizer, "hops", ({0: exits.StepNorm(8.0)}, 14), task)
+    assert task_page.first_settings(fitted) == ("calibrated", 14)
+    page = task_page.build(fitted)
     sliders = {b.elem_id: b for b in page.blocks.values() if getattr(b, "elem_id", None) in ("loops", "hops", "node", "power")}
     assert len(sliders) == 4 and all(s.minimum <= s.value <= s.maximum for s in sliders.values())
     assert sliders["loops"].value >= task.max_depth
@@ -265,10 +270,9 @@ def test_in_a_browser(browser) -> None:  # type: ignore[no-untyped-def]
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.ui import WebDriverWait
 
-    from test_explore import asked_for
-
     session = open_session("hops")
-    first = solve(session, draw(session.task, task_page.SAMPLE, 0), session.rule(task_page.RULE, 10.0**task_page.POWER), 16)
+    rule, loops = task_page.first_settings(session)
+    first = solve(session, draw(session.task, task_page.SAMPLE, 0), session.rule(rule, 10.0**task_page.POWER), loops)
     command = [sys.executable, "-m", "twoscale", "explore", "hops", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         timer = threading.Timer(120, server.kill)
@@ -309,10 +313,7 @@ def test_in_a_browser(browser) -> None:  # type: ignore[no-untyped-def]
             WebDriverWait(browser, 60, 0.1).until(lambda b: b.find_element(By.ID, "answers").get_attribute("innerHTML") != before)
             assert browser.find_element(By.CSS_SELECTOR, "#sample input").get_attribute("value") == str(task_page.SAMPLE + 1)
             wait("#curve-0 .js-plotly-plot .trace")
-            severe = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
-            assert not severe, severe
-            elsewhere = {url for url in asked_for(browser) if url.startswith(("http", "ws")) and not url.startswith(address)}
-            assert not elsewhere
+            check_console_and_network(browser, address)
         finally:
             timer.cancel()
             server.terminate()

@@ -15,11 +15,12 @@ const play = () => {
   timer = setInterval(() => { now += 1; show(now); if (now >= last()) stop(); }, 550);
 };
 element.addEventListener('input', (event) => { if (event.target.matches('input[type=range]')) { stop(); show(Number(event.target.value)); } });
-element.addEventListener('click', (event) => {
+const pick = (event) => {
   const step = event.target.closest('[data-step]');
   if (step) { stop(); show(Number(step.dataset.step)); }
-  if (event.target.closest('.play')) play();
-});
+};
+element.addEventListener('keydown', (event) => { if (event.key === 'Enter') pick(event); });
+element.addEventListener('click', (event) => { if (event.target.closest('.play')) play(); else pick(event); });
 const begin = () => { if (window.matchMedia('(prefers-reduced-motion: reduce)').matches) { stop(); show(last()); } else play(); };
 watch('value', begin);
 begin();

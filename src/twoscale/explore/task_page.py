@@ -39,10 +39,10 @@ def build(session: Session) -> gr.Blocks:
     """The page of a task model."""
     task = session.task
     assert isinstance(task, Hops | Carry)
-    default_loops = session.calibrated[1] if session.calibrated is not None else min(MAX_LOOPS, task.max_depth + SPARE)
+    chosen, default_loops = first_settings(session)
     with gr.Blocks(title=f"{session.name} · twoscale", analytics_enabled=False) as page:
         gr.Markdown(_title(session))
-        first = _visit(session, draw(task, SAMPLE, 0), "calibrated" if session.calibrated else RULE, POWER, max(2, default_loops))
+        first = _visit(session, draw(task, SAMPLE, 0), chosen, POWER, default_loops)
         shown = _shown(session, first)
         visit = gr.State(first)
         with gr.Row():
@@ -93,6 +93,13 @@ def build(session: Session) -> gr.Blocks:
         if isinstance(task, Hops):
             gr.on([p.input, x.input], ask, [visit, p, x, *settings], parts, **once)
     return page
+
+
+def first_settings(session: Session) -> tuple[str, int]:
+    """Rule and most loops at first: the calibrated ones, where the model has them."""
+    assert session.task is not None
+    rule, loops = ("calibrated", session.calibrated[1]) if session.calibrated is not None else (RULE, session.task.max_depth + SPARE)
+    return rule, max(2, min(loops, MAX_LOOPS))
 
 
 def _title(session: Session) -> str:
