@@ -112,7 +112,7 @@ class Batch:
             for item, x in zip(waiting.in_flight, _split(waiting), strict=True):
                 assert item.stage_states is not None
                 item.stage_states.append(x)
-        if stage < len(self.engine.model.stages):
+        if stage < len(self.engine.stages):
             waiting.arrived_at_call = self.calls
             self.waiting.setdefault(stage, []).append(waiting)
             return
@@ -143,14 +143,14 @@ class Batch:
         `keep_going(rows, n_layers)` is called after each call. Loop steps are repeated until rows exit or `keep_going` returns False.
         """
         waiting = self.waiting.pop(stage, [])
-        if isinstance(self.engine.model.stages[stage], LoopGroup):
+        if isinstance(self.engine.stages[stage], LoopGroup):
             self._advance_loop(stage, waiting, keep_going)
         else:
             rows = concat_rows(w.rows for w in waiting)
             x = self.engine.run_plain_stage(stage, _concat([w.x for w in waiting]), rows)
             self._count_call(rows)
             if keep_going is not None:
-                keep_going(rows, len(self.engine.model.stages[stage].blocks))  # type: ignore[arg-type]
+                keep_going(rows, len(self.engine.blocks[stage]))
             self._arrive(stage + 1, WaitingRows([f for w in waiting for f in w.in_flight], rows, x))
         done, self._done = self._done, []
         return done
@@ -199,7 +199,7 @@ class Batch:
 
     def _exit(self, stage: int, exited: ExitedRows) -> None:
         """Rows have exited a loop. The tokens of a sequence continue together, when the last of them has exited."""
-        group: int = self.engine.model.stages[stage].index  # type: ignore[assignment]
+        group: int = self.engine.stages[stage].index  # type: ignore[assignment]
         rows, parts = exited.rows, exited.rows.parts
         calls = max(part.k for part in parts)
         if all(part.in_flight.part is part for part in parts):  # all tokens of each sequence have exited together

@@ -34,7 +34,7 @@ class Loop:
     """The rows inside one group and their states."""
 
     def __init__(self, engine: "Engine", stage: int) -> None:
-        group = engine.model.stages[stage]
+        group = engine.stages[stage]
         assert isinstance(group, LoopGroup)
         self.engine, self.group, self.stage = engine, group, stage
         self.layers = range(engine.first_layers[stage], engine.first_layers[stage + 1])
@@ -171,8 +171,8 @@ class Loop:
         if how == "gate":
             assert self.group.gate is not None
             return self.group.gate(x).sigmoid().squeeze(-1)
-        last = len(model.stages) - 1
-        if how == "coda" and not isinstance(model.stages[last], LoopGroup):
+        last = len(self.engine.stages) - 1
+        if how == "coda" and not isinstance(self.engine.stages[last], LoopGroup):
             # The keys and values that this writes are provisional: the next read-out and the token itself overwrite them.
             assert rows.one_row_per_part, "reading through the coda goes token by token"
             x = self.engine.run_plain_stage(last, self.group.leave(x), rows)

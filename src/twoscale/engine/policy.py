@@ -50,6 +50,8 @@ class Lockstep(Policy):
         return batch.earliest_stage
 
     def split_after_calls(self, batch: Batch) -> float:
+        if len(batch) == 1:
+            return math.inf
         stage = batch.earliest_stage
         later = [w for at, waiting in batch.waiting.items() if at > stage for w in waiting]
         return min((w.arrived_at_call + max(MIN_WAIT_CALLS, MAX_WAIT_FACTOR * w.loop_calls) for w in later), default=math.inf)

@@ -73,9 +73,10 @@ class LoopGroup(nn.Module):
 
     def project(self, x: Tensor, injected: Tensor | None) -> Tensor:
         """What the first layer of the group sees: A_g [x; e], x + e, or x."""
-        if self.adapter is not None:
+        adapter = self.adapter
+        if adapter is not None:
             # Under autocast the map gives half precision; the state itself stays as precise as it came.
-            x = self.adapter.of_state(x).type_as(x)
+            x = adapter.of_state(x).type_as(x)
         return x if injected is None else x + injected
 
     def step(self, x: Tensor, injected: Tensor | None, rope: Rope | None = None, layers: Layers = all_causal) -> Tensor:
@@ -83,13 +84,13 @@ class LoopGroup(nn.Module):
         x = self.project(x, injected)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, layers(i))
-        if self.norm is not None and self.config.group_norm == "step":
+        if self.config.group_norm == "step" and self.norm is not None:
             x = self.norm(x)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
         """What the next stage sees of the last state."""
-        return self.norm(x) if self.norm is not None and self.config.group_norm == "leave" else x
+        return self.norm(x) if self.config.group_norm == "leave" and self.norm is not None else x
 
     # -- the loop ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ source, compiler and CPU, and its own size and hash, which are checked before it
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -121,8 +122,9 @@ def threads_to_use() -> int:
     return min(torch.get_num_threads(), _cores())
 
 
-@Once
+@functools.cache
 def _cores() -> int:
+    """Cached because every kernel call asks for it. Concurrent first calls return the same number."""
     return usable_cores()
 
 
