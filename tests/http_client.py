@@ -19,7 +19,7 @@ def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated
     """A server in a thread: its address and itself."""
     from twoscale.serve.app import create_app
     from twoscale.serve.limits import Limits
-    from twoscale.serve.local import running
+    from twoscale.serve.local import run_in_thread
     from twoscale.serve.server import Server
 
     model, tokenizer = loaded
@@ -33,7 +33,7 @@ def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated
         limits=Limits(**limits),
         calibrated=calibrated,  # type: ignore[arg-type]
     )
-    with running(create_app(server)) as address:
+    with run_in_thread(create_app(server)) as address:
         yield address, server
 
 

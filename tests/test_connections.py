@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import ROOT
 from http_client import post, serving, wait_for
 from twoscale.serve.connections import max_connections
 from twoscale.serve.limits import Limits
@@ -102,6 +103,18 @@ def test_idle_connections(loaded) -> None:  # type: ignore[no-untyped-def]
         assert found.count(b"200 OK") == 2 and b"408" not in found
 
 
+def test_silent_connections(loaded) -> None:  # type: ignore[no-untyped-def]
+    """A new connection that sends nothing is closed by the read timeout, not by the shorter idle timeout, and the docs give both times."""
+    with serving(loaded, read_timeout=1.0, idle_timeout=0.1) as (address, _):
+        connected = time.monotonic()
+        with half_open(address.removeprefix("http://"), 1, b"") as (sock,):
+            assert b"408 Request Timeout" in answer(sock)
+            assert time.monotonic() - connected >= 1.0
+    words = " ".join((ROOT / "docs" / "serve.md").read_text().split())
+    assert f"A new connection has {Limits().read_timeout:g} seconds (`--read-timeout`) to send the headers of a request" in words
+    assert f"A connection that is kept alive after a response is closed after {Limits().idle_timeout:g} seconds without a request" in words
+
+
 def test_oldest_first(loaded) -> None:  # type: ignore[no-untyped-def]
     """Where too many connections are open, those that have waited longest for their client are closed, and new clients are served."""
     with serving(loaded, max_connections=4) as (address, _), half_open(address.removeprefix("http://"), 10) as sockets:
@@ -135,11 +148,11 @@ def test_slow_readers(loaded) -> None:  # type: ignore[no-untyped-def]
             sock.sendall(HEAD.replace(b"%d" % len(ASK), b"%d" % len(body)) + body)
             assert post(address, ASK)[0] == 200
             scheduler = server.worker.scheduler  # type: ignore[attr-defined]
-            wait_for(lambda: server.connections.cut == 1)  # type: ignore[attr-defined]
+            wait_for(lambda: server.connections.n_closed == 1)  # type: ignore[attr-defined]
             wait_for(lambda: not scheduler.running)
             found = answer(sock)
             assert b"200 OK" in found and b"[DONE]" not in found
-        assert post(address, ASK)[0] == 200 and scheduler.held == 0
+        assert post(address, ASK)[0] == 200 and scheduler.reserved_bytes == 0
 
 
 def test_key_before_body(loaded) -> None:  # type: ignore[no-untyped-def]

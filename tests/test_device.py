@@ -10,7 +10,7 @@ from models import LAYOUTS, loud, small_model
 from scheduling import RULES
 from twoscale import exits
 from twoscale.engine import Engine, Scheduler, loop_params
-from twoscale.engine.kernels import DecodeCopy, EagerKernels
+from twoscale.engine.kernels import DecodeCopy, TorchKernels
 from twoscale.engine.request import Request, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -64,8 +64,8 @@ def test_batched_attention() -> None:
     params = loop_params(model, exit=exits.Acceleration(1.0, normalize="steps"), loops=5)
 
     def states(batch_attention: bool) -> torch.Tensor:
-        engine = Engine(model, copy=DecodeCopy(model, EagerKernels(batch_attention)))
-        caches, found = [engine.open(20, params) for _ in range(5)], []
+        engine = Engine(model, decode_copy=DecodeCopy(model, TorchKernels(batch_attention)))
+        caches, found = [engine.new_cache(20, params) for _ in range(5)], []
         engine.run([(b, cache, list(range(1, 3 + 3 * b))) for b, cache in enumerate(caches)])
         for token in (5, 9, 2):
             found.append(engine.run([(b, cache, [token + b]) for b, cache in enumerate(caches)])[0])
@@ -77,12 +77,12 @@ def test_batched_attention() -> None:
 def test_slots_are_used_again() -> None:
     """A sequence that has ended gives its memory back, and the next one finds nothing of it, not even NaN."""
     model = loud(small_model(), scale=0.1)
-    params, engine = loop_params(model, loops=3), Engine(model, copy=DecodeCopy(model, EagerKernels()))
+    params, engine = loop_params(model, loops=3), Engine(model, decode_copy=DecodeCopy(model, TorchKernels()))
     kernels = engine.kernels
-    assert isinstance(kernels, EagerKernels)
+    assert isinstance(kernels, TorchKernels)
 
     def states() -> torch.Tensor:
-        caches = [engine.open(12, params) for _ in range(3)]
+        caches = [engine.new_cache(12, params) for _ in range(3)]
         engine.run([(0, cache, [1, 2, 3][: i + 1]) for i, cache in enumerate(caches)])
         x, _ = engine.run([(0, cache, [7]) for cache in caches])
         for slabs in kernels.slots.slabs.values():
@@ -94,6 +94,6 @@ def test_slots_are_used_again() -> None:
     first = states()
     assert all(len(slab.free) == len(slab.keys) for slabs in kernels.slots.slabs.values() for slab in slabs)
     assert torch.allclose(first, states(), atol=1e-5)
-    longer = engine.open(40, params)
+    longer = engine.new_cache(40, params)
     engine.run([(0, longer, [1, 2, 3])])
     assert all(len(slab.free) < len(slab.keys) for slabs in kernels.slots.slabs.values() for slab in slabs), "unused slabs are dropped"

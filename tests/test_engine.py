@@ -19,7 +19,7 @@ from twoscale import exits
 from twoscale.config import ModelConfig
 from twoscale.engine import Engine, Loop, loop_params
 from twoscale.engine.kernels.library import native
-from twoscale.engine.rows import Rows, part_of
+from twoscale.engine.rows import Rows, make_part
 from twoscale.model import LoopedGPT
 
 NEAR = 1e-5  # a compared value this close to its threshold, relative, may fall on either side
@@ -98,7 +98,7 @@ def agree(sequence: int, got: Tensor, steps: list[list[int]], expected: Tensor, 
 
 def token_by_token(engine: Engine, rows: list[list[int]], **params: Any) -> tuple[list[Tensor], list[list[list[int]]]]:
     """Every sequence through the cache, one token a pass, all sequences together."""
-    caches = [engine.open(len(row), loop_params(engine.model, **params)) for row in rows]
+    caches = [engine.new_cache(len(row), loop_params(engine.model, **params)) for row in rows]
     logits: list[list[Tensor]] = [[] for _ in rows]
     steps: list[list[list[int]]] = [[] for _ in rows]
     for t in range(max(map(len, rows))):
@@ -131,7 +131,7 @@ def test_prefill_is_decode(data: st.DataObject) -> None:
     logits, steps = token_by_token(engine, rows, exit=rule, loops=8)
     for b, row in enumerate(rows):
         agree(b, logits[b], steps[b], out.logits[b, : len(row)], out.steps[b, : len(row)].tolist(), rule)
-    assert engine.work == [sum(s[g] for row in steps for s in row) for g in range(model.config.n_groups)]
+    assert engine.loop_steps == [sum(s[g] for row in steps for s in row) for g in range(model.config.n_groups)]
 
 
 @given(st.data())
@@ -203,7 +203,7 @@ def test_chunked_prefill(rule: exits.Rule, pieces: list[int]) -> None:
     ids = torch.randint(0, 64, (1, 12)).tolist()[0]
     whole = twoscale.forward(model, [ids], exit=noting, loops=8)
     engine, done, steps = Engine(model), 0, []
-    cache = engine.open(12, loop_params(model, exit=noting, loops=8))
+    cache = engine.new_cache(12, loop_params(model, exit=noting, loops=8))
     for n in pieces:
         x, taken = engine.run([(0, cache, ids[done : done + n])])
         done, steps = done + n, steps + taken.tolist()
@@ -224,13 +224,13 @@ def test_rows_of_different_depths_share_calls() -> None:
         while waiting or len(loop):
             if waiting:
                 b = waiting.pop(0)
-                cache = engine.open(1, params)
+                cache = engine.new_cache(1, params)
                 cache.extend(1)
-                rows = Rows([part_of(b, cache, 0, 1)], torch.tensor([[0], ids[b]]), engine.kernels)
+                rows = Rows([make_part(b, cache, 0, 1)], torch.tensor([[0], ids[b]]), engine.kernels)
                 loop.admit(rows, engine.embed(rows))
             finished = loop.advance()
             if finished is not None:
-                results.update({part.sequence: (x, part.k) for part, x in zip(finished.rows.parts, finished.x, strict=True)})
+                results.update({part.batch_index: (x, part.k) for part, x in zip(finished.rows.parts, finished.x, strict=True)})
     assert len({n for _, n in results.values()}) > 1, "the rows should differ in depth"
     for b in range(len(ids)):
         x, n = results[b]
@@ -324,7 +324,7 @@ def test_bits(heads: int, head: int) -> None:
 
     def states(*pieces: list[int], company: int = 0) -> torch.Tensor:
         engine, params = Engine(model), loop_params(model, loops=5, exit=exits.Acceleration(1.0, normalize="steps"))
-        mine, others, found = engine.open(64, params), [engine.open(64, params) for _ in range(company)], []
+        mine, others, found = engine.new_cache(64, params), [engine.new_cache(64, params) for _ in range(company)], []
         for piece in pieces:
             x, _ = engine.run(
                 [*((0, cache, other[: 1 + len(piece) // 2]) for cache, other in zip(others, ids[1:], strict=False)), (0, mine, piece)]

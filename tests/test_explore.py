@@ -1,7 +1,6 @@
 """The explorer: what it computes equals the engine and the geometry; the page works in a real browser."""
 
 import dataclasses
-import json
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import twoscale
+from browsing import check_console_and_network
 from conftest import CommandLine
 from twoscale import exits
 from twoscale.config import UserError
@@ -81,7 +81,7 @@ def test_bounds(session: Session) -> None:
 def test_page_words(session: Session) -> None:
     """What a model writes cannot become markup, and calibrated thresholds are marked on the slider."""
     from twoscale.explore import figures
-    from twoscale.explore.page import threshold_words
+    from twoscale.explore.controls import threshold_words
 
     evil = "<script>alert(1)</script>**bold**"
     *_, race = session.race("the loop", exits.StepNorm(2.0), 6, **HOW)  # type: ignore[arg-type]
@@ -122,12 +122,6 @@ def test_bad_input(tmp_path: Path, cli: CommandLine, trained: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "twoscale.explore.page", None)
     code, _, err = cli("explore", trained)
     assert code == 2 and "pip install -c constraints.txt -e '.[explore]'" in err
-
-
-def asked_for(browser) -> set[str]:  # type: ignore[no-untyped-def]
-    """Every address that the browser asked for."""
-    messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    return {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
 
 
 def test_in_a_browser(trained: Path, browser) -> None:  # type: ignore[no-untyped-def]
@@ -181,10 +175,7 @@ def test_in_a_browser(trained: Path, browser) -> None:  # type: ignore[no-untype
             assert len(wait("#said tr.left")) == 2 and "was chosen" in browser.find_element(By.ID, "about").text
             wait("#kind input")[1].click()
             wait("#path .js-plotly-plot canvas, #path .js-plotly-plot .gl-container")
-            severe = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
-            assert not severe, severe
-            elsewhere = {url for url in asked_for(browser) if url.startswith(("http", "ws")) and not url.startswith(address)}
-            assert not elsewhere
+            check_console_and_network(browser, address)
         finally:
             timer.cancel()
             server.terminate()

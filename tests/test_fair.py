@@ -4,8 +4,9 @@ import pytest
 
 import twoscale
 from scheduling import POLICIES, RULES, check, finish, model_of, request_of
-from twoscale.engine.fair import QUANTUM, select
-from twoscale.engine.request import Request, Share
+from twoscale.engine.batch import Batch
+from twoscale.engine.fair import QUANTUM, select_for_batch
+from twoscale.engine.request import Client, Request
 from twoscale.engine.scheduler import Scheduler
 
 ROWS = 6
@@ -13,9 +14,9 @@ ROWS = 6
 
 def heavy_of(model: twoscale.LoopedGPT, texts: int = 8, loops: int = 16, new: int = 14, like: Request | None = None) -> list[Request]:
     """One client's request for many long texts with many loops and no exits, or with the parameters of another one."""
-    share, changes = Share(), {} if like is None else {"params": like.params}
+    client, changes = Client(), {} if like is None else {"params": like.params}
     return [
-        request_of(model, 100 + i, None, longest=12, new=new, loops=loops, temperature=0.0, share=share, **changes) for i in range(texts)
+        request_of(model, 100 + i, None, longest=12, new=new, loops=loops, temperature=0.0, client=client, **changes) for i in range(texts)
     ]
 
 
@@ -45,17 +46,17 @@ def test_light_beside_heavy(policy: str, same: bool) -> None:
     while sum(len(request.tokens) for request in heavy) < 20:
         scheduler.step()
     assert len(scheduler.running) == ROWS
-    before, now = heavy[0].share.work, scheduler.fair.now
+    before, now = heavy[0].client.virtual_time, scheduler.fair.virtual_time
     scheduler.add(light)
     serve_until_done(scheduler, light)
     overtaken = policy == "lockstep" and not same  # then the round in flight does not come first
     in_flight = 0 if overtaken else ROWS * model.config.n_layer * max(heavy[0].params.loops)
     one_call = ROWS * model.config.n_layer
-    assert heavy[0].share.work - before <= 1.5 * (light.share.work - now) + in_flight + one_call + QUANTUM
+    assert heavy[0].client.virtual_time - before <= 1.5 * (light.client.virtual_time - now) + in_flight + one_call + QUANTUM
     finish(scheduler)
     for request in (light, *heavy):
         check(model, request)
-    assert scheduler.held == 0 and not scheduler.running
+    assert scheduler.reserved_bytes == 0 and not scheduler.running
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -71,7 +72,7 @@ def test_heavy_among_many_light_ones(policy: str) -> None:
     done = 0.0
     for request in active:
         scheduler.add(request)
-    before = heavy[0].share.work
+    before = heavy[0].client.virtual_time
     while lights:
         scheduler.step()
         for i, request in enumerate(active):
@@ -80,8 +81,29 @@ def test_heavy_among_many_light_ones(policy: str) -> None:
                 done += sum(k * len(g) for s in steps for k, g in zip(s, model.config.groups, strict=True))
                 active[i] = lights.pop()
                 scheduler.add(active[i])
-    got = heavy[0].share.work - before
+    got = heavy[0].client.virtual_time - before
     assert 0.6 * done / 3 <= got <= 2.0 * done / 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_size_of_a_batch(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch has more than max_num_seqs sequences, also when clients arrive while another one has all of them in flight."""
+    model = model_of()
+    heavy, lights = heavy_of(model, texts=ROWS), [light_of(model, i) for i in range(ROWS - 1)]
+    scheduler = Scheduler(model, policy, max_num_seqs=ROWS)
+    for request in heavy:
+        scheduler.add(request)
+    while sum(len(request.tokens) for request in heavy) < 2 * ROWS:
+        scheduler.step()
+    for request in lights:
+        scheduler.add(request)
+    sizes, advance = [], Batch.advance
+    monkeypatch.setattr(Batch, "advance", lambda batch, *args: sizes.append(len(batch)) or advance(batch, *args))
+    finish(scheduler)
+    assert max(sizes) == ROWS
+    monkeypatch.undo()
+    for request in (*lights, *heavy):
+        check(model, request)
 
 
 def test_two_heavy_ones() -> None:
@@ -94,8 +116,8 @@ def test_two_heavy_ones() -> None:
             scheduler.add(request)
     while not any(all(request.finish for request in requests) for requests in (one, two)):
         scheduler.step()
-        assert all(sum(request.share is share for request in scheduler.running) <= ROWS // 2 for share in (one[0].share, two[0].share))
-    works = one[0].share.work, two[0].share.work
+        assert all(sum(request.client is client for request in scheduler.running) <= ROWS // 2 for client in (one[0].client, two[0].client))
+    works = one[0].client.virtual_time, two[0].client.virtual_time
     assert abs(works[0] - works[1]) <= QUANTUM + 64 * model.config.n_layer and min(works) > 2000
 
 
@@ -108,13 +130,13 @@ def test_memory_is_left_for_others() -> None:
     for request in heavy:
         scheduler.add(request)
     scheduler.step()
-    assert 2 <= len(scheduler.running) < ROWS and scheduler.held <= 0.75 * scheduler.cache_bytes
+    assert 2 <= len(scheduler.running) < ROWS and scheduler.reserved_bytes <= 0.75 * scheduler.cache_bytes
     scheduler.add(light)
     scheduler.step()
     assert light in scheduler.running
     while not light.finish:
         scheduler.step()
-        assert scheduler.held <= scheduler.cache_bytes
+        assert scheduler.reserved_bytes <= scheduler.cache_bytes
     finish(scheduler)
     for request in (light, *heavy):
         check(model, request)
@@ -124,15 +146,15 @@ def test_select() -> None:
     """A round takes requests in turns, the one that has had the least first, and of one request no more than of all others together."""
     model = model_of()
 
-    def client(texts: int, work: float) -> list[Request]:
-        share = Share(work)
-        return [request_of(model, i, prompt=[1], share=share) for i in range(texts)]
+    def client_of(texts: int, virtual_time: float) -> list[Request]:
+        client = Client(virtual_time)
+        return [request_of(model, i, prompt=[1], client=client) for i in range(texts)]
 
-    big, one, two = client(9, 5.0), client(1, 7.0), client(1, 3.0)
-    assert select(big, 6) == big[:6]
-    assert select([*big, *one], 6) == [big[0], *one]
-    assert select([*big, *one, *two], 6) == [*two, big[0], *one, big[1]]
-    assert select([*big, *client(4, 9.0)], 6)[::2] == big[:3]
-    ahead = client(3, 500.0)
-    assert select([*ahead, *one, *two], 6) == [*two, *one]  # it has several texts and is ahead
-    assert len(select([*client(1, 1.0), *one, *two], 2)) == 2
+    big, one, two = client_of(9, 5.0), client_of(1, 7.0), client_of(1, 3.0)
+    assert select_for_batch(big, 6) == big[:6]
+    assert select_for_batch([*big, *one], 6) == [big[0], *one]
+    assert select_for_batch([*big, *one, *two], 6) == [*two, big[0], *one, big[1]]
+    assert select_for_batch([*big, *client_of(4, 9.0)], 6)[::2] == big[:3]
+    ahead = client_of(3, 500.0)
+    assert select_for_batch([*ahead, *one, *two], 6) == [*two, *one]  # it has several texts and is ahead
+    assert len(select_for_batch([*client_of(1, 1.0), *one, *two], 2)) == 2

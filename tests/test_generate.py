@@ -63,7 +63,7 @@ def test_a_row_to_the_bit() -> None:
 
     model = loud(small_model())
     engine, params = Engine(model), loop_params(model, loops=6)
-    crowd, alone = [engine.open(4, params) for _ in range(7)], engine.open(4, params)
+    crowd, alone = [engine.new_cache(4, params) for _ in range(7)], engine.new_cache(4, params)
     for token in (5, 9, 2, 33):
         x, _ = engine.run([(b, cache, [token if b == 3 else b]) for b, cache in enumerate(crowd)])
         y, _ = engine.run([(0, alone, [token])])

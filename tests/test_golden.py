@@ -53,7 +53,7 @@ def test_huginn_logits(loops: int) -> None:
 
 
 def test_huginn_states() -> None:
-    """Huginn's iterates, and the state that leaves the loop through the closing norm, after every loop count of the golden file."""
+    """Huginn's iterates, and the state that leaves the loop through the final norm, after every loop count of the golden file."""
     model, expected = huginn()
     recorder = States()
     with torch.no_grad():

@@ -15,7 +15,7 @@ from conftest import CommandLine
 from http_client import client, metrics_of, openai, post, serving, wait_for
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.engine.policy import choose_policy, cost_of
+from twoscale.engine.policy import choose_policy, interpolate_cost
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,24 @@ def test_malformed(api, name: str) -> None:  # type: ignore[no-untyped-def]
     assert post(api[0], b'{"prompt": "a", "max_tokens": 1}')[0] == 200
 
 
+@pytest.mark.parametrize(
+    "field,settings",
+    [
+        ("kv", {"kv": "ring:0"}),
+        ("kv", {"kv": "none", "exit": "step-norm:0.5", "loops": 4}),
+        ("loops", {"loops": 200}),
+        ("loops", {"loops": [1, 2, 3, 4], "exit": "step-norm:0.5"}),
+        ("exit", {"exit": "whatever", "loops": 4}),
+        ("exit", {"exit": "gate:0.5"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else json.dumps(value),
+)
+def test_param_of_a_refusal(api, field: str, settings: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+    """A request with one invalid loop parameter is refused with 400 and the name of that parameter."""
+    status, body = post(api[0], json.dumps({"prompt": "a", **settings}).encode())
+    assert (status, body["error"]["param"]) == (400, field), body  # type: ignore[index]
+
+
 def test_limits(loaded, api) -> None:  # type: ignore[no-untyped-def]
     """Large bodies, a full queue, a request that takes too long, a wrong key."""
     assert post(api[0], b" " * 30_000)[0] == 413
@@ -304,7 +322,7 @@ def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
         want = twoscale.generate(model, [tokenizer.encode("a state")], 20, stop=(tokenizer.eot,))
         assert [tuple(s) for s in got.choices[0].steps] == want.steps[0]
         wait_for(lambda: not scheduler.running)
-        assert scheduler.held == 0 and scheduler.counters.tokens == written + len(got.choices[0].steps)
+        assert scheduler.reserved_bytes == 0 and scheduler.counters.tokens == written + len(got.choices[0].steps)
 
 
 def test_fuzz(loaded) -> None:  # type: ignore[no-untyped-def]
@@ -336,7 +354,11 @@ def test_policy_by_cost(loaded) -> None:  # type: ignore[no-untyped-def]
     one = twoscale.LoopedGPT(dataclasses.replace(loaded[0].config, groups=((1, 2),)))
     assert [choose_policy(one, 32, curve)[0] for curve in (flat, steep)] == ["depth", "lockstep"]
     assert [choose_policy(loaded[0], 32, curve)[0] for curve in (flat, steep)] == ["lockstep", "lockstep"]
-    assert cost_of(2, {1: 1.0, 4: 4.0}) == 2.0 and cost_of(8, {1: 1.0, 4: 4.0}) == 8.0 and cost_of(0.5, {1: 1.0, 4: 4.0}) == 1.0
+    assert (
+        interpolate_cost(2, {1: 1.0, 4: 4.0}) == 2.0
+        and interpolate_cost(8, {1: 1.0, 4: 4.0}) == 8.0
+        and interpolate_cost(0.5, {1: 1.0, 4: 4.0}) == 1.0
+    )
 
 
 def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ from concurrency import at_once
 from forked import run_script
 from models import loud, small_model
 from twoscale.engine import Engine, cache, engine as engine_module, loop_params
-from twoscale.engine.kernels.library import _whole, input_and_output, native, pointer, row_pointer
-from twoscale.engine.rows import Rows, part_of
+from twoscale.engine.kernels.library import _is_intact, input_and_output, native, pointer, row_pointer
+from twoscale.engine.rows import Rows, make_part
 
 HERE = Path(__file__).parent
 HEAD = """
@@ -105,17 +105,17 @@ def test_row_pointer() -> None:
 def test_position_outside_the_cache() -> None:
     """Rows whose positions lie outside their cache never reach a kernel."""
     engine = Engine(loud(small_model()))
-    cache = engine.open(3, loop_params(engine.model, loops=2))
-    rows = Rows([part_of(0, cache, 3, 1)], torch.tensor([[3], [0]]), engine.kernels)
+    cache = engine.new_cache(3, loop_params(engine.model, loops=2))
+    rows = Rows([make_part(0, cache, 3, 1)], torch.tensor([[3], [0]]), engine.kernels)
     with pytest.raises(IndexError, match="position 3 lies outside a cache for 3 tokens"):
-        engine.plain(0, engine.embed(rows), rows)
+        engine.run_plain_stage(0, engine.embed(rows), rows)
 
 
 def test_half_precision_model() -> None:
     """A model in bf16 decodes on torch's operators, with states, keys and values in bf16."""
     model = loud(small_model(), scale=0.1).bfloat16()
     engine = Engine(model)
-    assert engine.kernels.name == "torch" and engine.open(4, loop_params(model)).layers[0].keys.dtype == torch.bfloat16
+    assert engine.kernels.name == "torch" and engine.new_cache(4, loop_params(model)).layers[0].keys.dtype == torch.bfloat16
     assert twoscale.generate(model, [[1, 2, 3]], 4).tokens == twoscale.generate(model, [[1, 2, 3]], 4, kernels="torch").tokens
 
 
@@ -198,7 +198,7 @@ def test_damaged_kernel_cache(damage: str, kernel_cache: tuple[Path, bytes]) -> 
     for library in folder.glob("twoscale/native-*.so"):
         library.write_bytes(damaged[damage])
     assert run(KERNELS, XDG_CACHE_HOME=str(folder)).startswith("True")
-    assert any(_whole(path) for path in folder.glob("twoscale/native-*.so"))
+    assert any(_is_intact(path) for path in folder.glob("twoscale/native-*.so"))
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
     found = at_once(lambda i: run(KERNELS, XDG_CACHE_HOME=str(tmp_path)), 2)
     assert found[0] == found[1] and str(found[0]).startswith("True")
     names = [path.name for path in (tmp_path / "twoscale").iterdir()]
-    assert names and all(_whole(tmp_path / "twoscale" / name) for name in names), names
+    assert names and all(_is_intact(tmp_path / "twoscale" / name) for name in names), names
 
 
 @pytest.mark.parametrize("loops", [10**9, 10_001, (3, 10_001)])
@@ -225,7 +225,7 @@ def test_too_many_loops(loops: int | tuple[int, ...]) -> None:
 
 def test_cache_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that would grow past the memory at hand is refused; one that needs fewer levels, or leaves early, is not."""
-    monkeypatch.setattr(cache, "CHECKED_SIZE", 1 << 14)
+    monkeypatch.setattr(cache, "MIN_CHECKED_BYTES", 1 << 14)
     monkeypatch.setattr(cache, "free_memory", lambda: 1 << 16)
     model = loud(small_model(), scale=0.1)
     with pytest.raises(

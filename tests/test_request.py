@@ -120,7 +120,7 @@ def test_rewind() -> None:
     """After a rewind the same tokens give the same states to the bit, and other tokens what they give in a new cache."""
     model = loud(small_model(), scale=0.1)
     engine, params = Engine(model), loop_params(model, exit=exits.Acceleration(1.0, normalize="steps"), loops=6)
-    cache, fresh = engine.open(12, params), engine.open(12, params)
+    cache, fresh = engine.new_cache(12, params), engine.new_cache(12, params)
     engine.run([(0, cache, [1, 2, 3])])
     first, _ = engine.run([(0, cache, [4, 5])])
     cache.rewind(3)
@@ -145,7 +145,7 @@ def test_deep_request_beside_shallow_ones() -> None:
     rounds = 0
     while not all(request.finish for request in shallow):
         assert scheduler.step()
-        rounds = max(rounds, len(scheduler.pipelines))
+        rounds = max(rounds, len(scheduler.batches))
     assert rounds > 1 and not deep.finish
     finish(scheduler)
     for request in (deep, *shallow):

@@ -10,7 +10,7 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.engine.kernels.library import native
 from twoscale.engine.request import Draw, SamplingParams
-from twoscale.engine.sample import Sampled, _by_kernel, _by_torch, sample
+from twoscale.engine.sample import Sampled, _sample_native, _sample_torch, sample
 
 needs_kernel = pytest.mark.skipif(native() is None, reason="no C compiler")
 SETTINGS = (
@@ -33,10 +33,10 @@ SETTINGS = (
 
 
 def by_kernel(logits: Tensor, draws: list[Draw]) -> Sampled:
-    return _by_kernel(native(), logits, draws)
+    return _sample_native(native(), logits, draws)
 
 
-PATHS = [pytest.param(_by_torch, id="torch"), pytest.param(by_kernel, id="kernel", marks=needs_kernel)]
+PATHS = [pytest.param(_sample_torch, id="torch"), pytest.param(by_kernel, id="kernel", marks=needs_kernel)]
 
 
 def distribution(logits: Tensor, s: SamplingParams) -> Tensor:
@@ -60,7 +60,7 @@ def test_draws_follow_the_distribution(by, setting: SamplingParams) -> None:
     """A chi-square test over 20,000 draws does not tell them from the distribution, and no token outside of it is ever drawn."""
     logits = 2.5 * torch.randn(200, generator=torch.Generator().manual_seed(1))
     p, n = distribution(logits, setting), 20_000
-    found = by(logits.expand(n, -1), [Draw(setting, stream=7, index=i) for i in range(n)])
+    found = by(logits.expand(n, -1), [Draw(setting, sample_index=7, token_index=i) for i in range(n)])
     counts = torch.bincount(torch.tensor(found.tokens), minlength=len(p)).double()
     assert counts[p == 0].sum() == 0
     often = p * n >= 5
@@ -80,7 +80,7 @@ def test_kernel_agrees_with_torch(V: int) -> None:
     logits = torch.stack([scales[i % 5] * torch.randn(V, generator=torch.Generator().manual_seed(i)) for i in range(30)])
     logits[::7] = logits[::7].round()  # many equals
     draws = [Draw(SETTINGS[i % len(SETTINGS)], chance.randrange(9), chance.randrange(999)) for i in range(30)]
-    ours, theirs = by_kernel(logits, draws), _by_torch(logits, draws)
+    ours, theirs = by_kernel(logits, draws), _sample_torch(logits, draws)
     assert ours.finite == theirs.finite
     # A uniform number may fall so near to a boundary that the rounding of fp32 weights decides; then both tokens are neighbours.
     differ = [i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b]

@@ -9,6 +9,7 @@ import torch
 from scheduling import POLICIES, RULES, alone, check, finish, model_of, request_of
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.engine.cache import LayerCache
 from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
 
@@ -29,9 +30,13 @@ def test_invariance(policy: str, layout: str) -> None:
     finish(scheduler)
     for request in requests:
         check(model, request)
-    assert scheduler.held == 0 and not scheduler.running and scheduler.counters.tokens == sum(len(request.tokens) for request in requests)
+    assert (
+        scheduler.reserved_bytes == 0
+        and not scheduler.running
+        and scheduler.counters.tokens == sum(len(request.tokens) for request in requests)
+    )
     taken = [s for request in requests for s in [*request.prompt_steps, *request.steps[1:]]]
-    assert scheduler.counters.steps == [sum(s[g] for s in taken) for g in range(model.config.n_groups)]  # work = sum of steps
+    assert scheduler.counters.loop_steps == [sum(s[g] for s in taken) for g in range(model.config.n_groups)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -55,7 +60,7 @@ def test_cancelled(policy: str) -> None:
             assert request.cache is None and len(request.tokens) < 12
         else:
             check(model, request)
-    assert any(requests[i].finish == "cancelled" for i in vanish) and scheduler.held == 0
+    assert any(requests[i].finish == "cancelled" for i in vanish) and scheduler.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -71,8 +76,8 @@ def test_memory_and_order(policy: str) -> None:
         scheduler.add(request)
     for _ in range(20_000):
         working = scheduler.step()
-        assert scheduler.held <= room and len(scheduler.running) <= 4
-        assert sum(request.cache.nbytes for request in scheduler.running if request.cache is not None) <= scheduler.held
+        assert scheduler.reserved_bytes <= room and len(scheduler.running) <= 4
+        assert sum(request.cache.nbytes for request in scheduler.running if request.cache is not None) <= scheduler.reserved_bytes
         began += [request for request in requests if request.cache is not None and request not in began]
         if not working:
             break
@@ -136,4 +141,31 @@ def test_a_rule_that_breaks(policy: str) -> None:
             assert request.finish == "error" and isinstance(request.error, ZeroDivisionError) and request.cache is None
         else:
             check(model, request)
-    assert scheduler.held == 0 and not scheduler.running
+    assert scheduler.reserved_bytes == 0 and not scheduler.running
+
+
+@pytest.mark.parametrize("levels", [1, 4], ids=["first level", "deeper level"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cache_without_memory(policy: str, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose cache cannot be allocated, at its start or at a deeper loop step, fails alone; all others get theirs."""
+    model = model_of()
+    requests = [request_of(model, i, RULES[0] if i % 2 else None, longest=8, temperature=0.0) for i in range(6)]
+    bad = request_of(model, 99, None, prompt=[1, 2, 3], new=40)
+    assert bad.capacity not in [request.capacity for request in requests]
+    check_memory = LayerCache._check_memory
+
+    def no_memory(layer: LayerCache, wanted: int) -> None:
+        if layer.shape[1] == bad.capacity and wanted >= levels:
+            raise MemoryError("no memory for this cache")
+        check_memory(layer, wanted)
+
+    monkeypatch.setattr(LayerCache, "_check_memory", no_memory)
+    scheduler = Scheduler(model, policy, max_num_seqs=4)
+    for request in [*requests[:2], bad, *requests[2:]]:
+        scheduler.add(request)
+    finish(scheduler)
+    assert bad.finish == "error" and isinstance(bad.error, MemoryError) and bad.cache is None
+    monkeypatch.undo()
+    for request in requests:
+        check(model, request)
+    assert scheduler.reserved_bytes == 0 and not scheduler.running

@@ -81,7 +81,7 @@ def test_two_hundred_requests(loaded, alone, policy: str) -> None:  # type: igno
         for thread in threads:
             thread.join()
         scheduler = server.worker.scheduler  # type: ignore[attr-defined]
-    assert not scheduler.running and not scheduler.waiting and scheduler.held == 0
+    assert not scheduler.running and not scheduler.waiting and scheduler.reserved_bytes == 0
     for i, (text, steps) in enumerate(alone):
         assert found[i] == (text, steps, 1), ASKED[i]
 

@@ -53,7 +53,7 @@ def wide_model() -> LoopedGPT:
 
 def states(model: LoopedGPT, kernels: str) -> torch.Tensor:
     engine = Engine(model, kernels=kernels)
-    cache = engine.open(9, loop_params(model, loops=3))
+    cache = engine.new_cache(9, loop_params(model, loops=3))
     return torch.cat([engine.run([(0, cache, ids)])[0] for ids in ([1, 2, 3], [4], [5])])
 
 
@@ -161,7 +161,7 @@ def test_engine_owns_its_weights(kernels: str) -> None:
     model = wide_model()
     want = states(model, kernels)
     engine = Engine(model, kernels=kernels)
-    cache = engine.open(9, loop_params(model, loops=3))
+    cache = engine.new_cache(9, loop_params(model, loops=3))
     found = [engine.run([(0, cache, [1, 2, 3])])[0]]
     numpy_view(model)
     found.append(engine.run([(0, cache, [4])])[0])

@@ -70,7 +70,7 @@ def bench_attack(
     """Passes of the same requests without and with the attack, in turns; a first pass to warm up is not counted."""
     from twoscale.serve.app import create_app
     from twoscale.serve.limits import Limits
-    from twoscale.serve.local import running
+    from twoscale.serve.local import run_in_thread
     from twoscale.serve.server import Server
 
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
@@ -81,7 +81,7 @@ def bench_attack(
     quiet: list[list[float]] = []
     attacked: list[list[float]] = []
     more = 0
-    with running(create_app(server)) as address:
+    with run_in_thread(create_app(server)) as address:
 
         def clients() -> tuple[list[float], int]:
             """Seconds of each request, and new tokens of all requests meanwhile."""

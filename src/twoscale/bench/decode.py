@@ -21,10 +21,10 @@ from twoscale.bench.timing import interleaved, timed
 from twoscale.config import ModelConfig
 from twoscale.engine import Engine, Loop, forward, loop_params
 from twoscale.engine.cache import Cache, bytes_per_token
-from twoscale.engine.kernels import DecodeCopy, EagerKernels, KernelName, Kernels, optimize_for_decode
+from twoscale.engine.kernels import DecodeCopy, KernelName, Kernels, TorchKernels, optimize_for_decode
 from twoscale.engine.kernels.packed import can_pack, pack, packed_linear
 from twoscale.engine.request import LoopParams
-from twoscale.engine.rows import Rows, part_of
+from twoscale.engine.rows import Rows, make_part
 from twoscale.exits import Exit, Rule, StepView
 from twoscale.exits.rule import Numbers
 from twoscale.model import LoopedGPT, LoopGroup
@@ -49,7 +49,7 @@ class Spread(exits.Acceleration):
         known = view.rows.__dict__  # the rows' depths are worked out once, so that only acceleration is paid for
         if known.get("depths of") != view.group:
             known["depths of"] = view.group
-            depths = [self.low + (part.sequence * 7 + view.group * 3) % (self.high - self.low + 1) for part in known["parts"]]
+            depths = [self.low + (part.batch_index * 7 + view.group * 3) % (self.high - self.low + 1) for part in known["parts"]]
             known["depths"] = depths[0] if len(depths) == 1 else torch.tensor(depths)
         return known["depths"] - view.k
 
@@ -84,7 +84,7 @@ class Steps:
         """All groups, one after the other; nothing else. Into `looks` go the seconds that each look of the rule took."""
         for stage, module in enumerate(self.engine.model.stages):
             if isinstance(module, LoopGroup):
-                parts = [part_of(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
+                parts = [make_part(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
                 tokens = torch.arange(len(parts))
                 loop = Loop(self.engine, stage)
                 loop.admit(Rows(parts, torch.stack((torch.full_like(tokens, self.context), tokens)), self.engine.kernels), self.e)
@@ -106,10 +106,10 @@ class Steps:
 
 def filled(engine: Engine, context: int, params: LoopParams) -> Cache:
     """A cache of `context` tokens, every level in place."""
-    cache = engine.open(context + 1, params)
+    cache = engine.new_cache(context + 1, params)
     cache.extend(context)
     for layer in cache.layers:
-        layer.open_level(layer.max_levels, context)
+        layer.ensure_level(layer.max_levels, context)
         layer.keys.normal_()
         layer.values.normal_()
     return cache
@@ -216,7 +216,7 @@ def bench_exits(model: LoopedGPT, batch: int, context: int, loops: int, repeats:
     rounds = []
     for i in range(1 + repeats):
         spent = dict.fromkeys(("full", "bare", "one", "rows", "rows_full"), 0.0)
-        done = sum(alone.engine.work)
+        done = sum(alone.engine.loop_steps)
         for b in range(batch):  # the single row takes each sequence's place in turn, so that it meets the same depths
             spent["full"] += timed(full.token) / batch
             spent["bare"] += timed(bare.token) / batch  # one step in every group: what is left is everything but the loops
@@ -224,7 +224,7 @@ def bench_exits(model: LoopedGPT, batch: int, context: int, loops: int, repeats:
             if b % 4 == 0:
                 spent["rows"] += timed(rows.token) * 4 / batch
                 spent["rows_full"] += timed(rows_full.token) * 4 / batch
-        saved_work = 1 - (sum(alone.engine.work) - done) / (batch * loops * model.config.n_groups)
+        saved_work = 1 - (sum(alone.engine.loop_steps) - done) / (batch * loops * model.config.n_groups)
         loop = (spent["full"] - spent["bare"]) * loops / (loops - 1)
         if i:
             rounds.append((saved_work, (spent["full"] - spent["one"]) / loop, spent["one"], spent["rows"], spent["rows_full"]))
@@ -256,9 +256,9 @@ def bench_torch_kernels(model: LoopedGPT, sequences: int, context: int, loops: i
     """Seconds of one more token for each sequence on torch's operators: one attention call a slab of sequences, one a sequence."""
     works = {}
     for name, batch_attention in (("slab", True), ("sequence", False)):
-        engine = Engine(model, copy=DecodeCopy(optimize_for_decode(model, "torch").model, EagerKernels(batch_attention)))
-        engine.kernels.expect_sequences([context + 1] * sequences)
-        caches = [engine.open(context + 1, loop_params(model, loops=loops)) for _ in range(sequences)]
+        engine = Engine(model, decode_copy=DecodeCopy(optimize_for_decode(model, "torch").model, TorchKernels(batch_attention)))
+        engine.kernels.hint_capacities([context + 1] * sequences)
+        caches = [engine.new_cache(context + 1, loop_params(model, loops=loops)) for _ in range(sequences)]
         lengths = [context - i % 8 for i in range(sequences)]
         engine.run([(i, cache, [1] * n) for i, (cache, n) in enumerate(zip(caches, lengths, strict=True))])
         works[name] = partial(_again, engine, caches, lengths)

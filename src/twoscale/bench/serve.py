@@ -128,7 +128,7 @@ def waiting_batches(model: LoopedGPT, load: Load) -> Result:
     requests = load.requests(model, Waiting(1e-9))
     latency: list[float] = []
     first: list[float] = []
-    counters = Counters(steps=[0] * model.config.n_groups)
+    counters = Counters(loop_steps=[0] * model.config.n_groups)
     started = time.perf_counter()
     while not latency or time.perf_counter() - started < load.seconds:
         scheduler = Scheduler(model, "lockstep", max_num_seqs=load.clients)
@@ -196,12 +196,12 @@ def ask_from_outside(
 ) -> dict[str, Any]:
     """Run clients.py against a server in a thread of this process; `mark` is called when its clients start and when they stop."""
     from twoscale.serve.app import create_app
-    from twoscale.serve.local import running
+    from twoscale.serve.local import run_in_thread
 
     asked, last = {"clients": clients, "seconds": seconds, "drain": drain, "asks": asks}, ""
     with (
         resources.as_file(resources.files("twoscale.bench").joinpath("clients.py")) as script,
-        running(create_app(server)) as address,
+        run_in_thread(create_app(server)) as address,
         subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
     ):
         assert process.stdin is not None and process.stdout is not None

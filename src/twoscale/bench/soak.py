@@ -44,10 +44,10 @@ def soak(model: LoopedGPT, load: Load, tokenizer: Any, seconds: float, say: Call
         outcome = ", ".join(f"{name} {number}" for name, number in counts.items())
         say(f"{policy}: {outcome}, lost {lost}; {found['tokens']} tokens in {found['seconds']:.0f} s")
         say(f"memory {early:.0f} MB after warm-up, {late:.0f} MB at the end, highest {max(samples):.0f} MB")
-        say(f"left over: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting, {scheduler.held} bytes of cache")
+        say(f"left over: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting, {scheduler.reserved_bytes} bytes of cache")
         for words in found["troubles"]:
             say(f"wrong: {words}")
-        left = len(scheduler.running) + len(scheduler.waiting) + scheduler.held
+        left = len(scheduler.running) + len(scheduler.waiting) + scheduler.reserved_bytes
         clean = clean and not counts["wrong"] and not lost and not left and late <= early * (1 + GROWTH)
     say("clean" if clean else "NOT clean")
     return 0 if clean else 1

@@ -1,6 +1,7 @@
-"""`twoscale explore [MODEL]`: a live page, to watch a looped model write and to look into its loops.
+"""`twoscale explore [MODEL]`: a live page, to watch a looped model write or solve its task, and to look into its loops.
 
 twoscale explore
+twoscale explore hops
 twoscale explore runs/tiny --port 7861
 """
 
@@ -16,10 +17,14 @@ from twoscale.config import UserError, missing_package
 
 @dataclass(frozen=True)
 class ExploreArgs:
-    """Serve a page with a prompt, streamed text coloured by loop steps, and the geometry behind every token."""
+    """Serve a page with a prompt, streamed text coloured by loop steps, and the geometry behind every token.
+
+    A model that was trained on a task (its folder has a task.json) gets the task's page instead: for hops the permutation as a graph,
+    the walk of a query step by step, and the steps of every answer beside its true depth; for carry the sum with the steps of every digit.
+    """
 
     model: Annotated[str, tyro.conf.Positional] = "bundled"
-    """A run, a checkpoint, an export, a Huginn or Ouro folder, or the bundled model."""
+    """A run, a checkpoint, an export, a Huginn or Ouro folder, `bundled` (the text model in the package) or `hops` (its task model)."""
     host: str = "127.0.0.1"
     """Address to listen on; by default this machine alone can reach the page."""
     port: int = 7860
@@ -47,12 +52,15 @@ def run(args: list[str]) -> int:
 
 
 def open_session(name: str):  # type: ignore[no-untyped-def]
-    """The model with its calibration, where it has one that fits."""
+    """The model with its calibration, where it has one that fits, and its task, where it was trained on one."""
+    from twoscale.config.run_folder import RunFolder
     from twoscale.explore.session import Session
     from twoscale.interop import find, load
+    from twoscale.tasks.file import load_task
     from twoscale.tradeoff.load_run import calibration_for
 
     folder = find(name)
+    task = load_task(RunFolder.of(folder).path)
     model, tokenizer = load(folder)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
@@ -60,4 +68,4 @@ def open_session(name: str):  # type: ignore[no-untyped-def]
         calibrated = calibration_for(folder)
     except UserError:
         calibrated = None
-    return Session(model, tokenizer, name if name == "bundled" else Path(folder).resolve().name, calibrated)
+    return Session(model, tokenizer, name if name == "bundled" else Path(folder).resolve().name, calibrated, task)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServeArgs:
-    """Serve /v1/completions, /v1/models, /health and /metrics; requests share the engine's calls and leave loops on their own."""
+    """Serve /v1/completions, /v1/models, /health and /metrics. Requests share batches, and every token exits loops on its own."""
 
     model: Annotated[str, tyro.conf.Positional] = "bundled"
     """A run, a checkpoint, an export, a Huginn, Ouro or Llama folder, or the bundled model."""
@@ -31,19 +31,19 @@ class ServeArgs:
     policy: str = "auto"
     """How requests share calls: lockstep, depth, or auto, which measures what a call costs with few and with many rows."""
     max_num_seqs: int = 32
-    """Texts in one round of the engine; while another request holds all of them, a new one begins beside it and they take turns."""
+    """Sequences in one batch. A new request need not wait until one of them ends: it starts, and batches take turns."""
     cache_mb: int = 1024
-    """Memory for keys and values."""
+    """Memory of the KV caches of running requests, in MB."""
     max_queue: int = 256
-    """Requests that may wait; more are told to come back (429)."""
+    """Sequences that may wait in the queue; further requests are rejected with 429."""
     timeout: float = 120.0
-    """After so long a request is given up."""
+    """Seconds after which a request ends with the tokens it has."""
     max_connections: int = 512
-    """Connections that may be open; where more come, those that have waited longest for their client are closed."""
+    """Connections that may be open. Beyond that, those that have waited longest for their client are closed."""
     read_timeout: float = 10.0
     """Seconds that a client may take to send the headers of a request, and again for its body."""
     key_env: str = "TWOSCALE_API_KEY"
-    """Environment variable with the API key; no key is asked for where it is not set."""
+    """Environment variable with the API key; if it is not set, no key is required."""
 
 
 def _open(name: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | None]:

@@ -61,7 +61,7 @@ class ModelConfig:
     group_norm: Literal["none", "leave", "step"] = "none"
     """A norm on a group's state: none, when the group is left, or after each of its steps."""
     share_group_norm: bool = False
-    """Whether that norm is the closing norm of the network itself (same gain)."""
+    """Whether that norm is the final norm of the network itself (same gain)."""
     exit_gate: bool = False
     """Whether the last group has a learned gate that says how likely a token is to leave (Ouro): read by exits.Gate, trained by the
     objectives gate, act and lookahead."""

@@ -1,4 +1,4 @@
-"""The engine: requests become tokens. Rows leave loops one by one and share calls; one scheduler drives all decoding."""
+"""The engine: one scheduler decodes all requests in shared batches, and every token leaves every loop group on its own."""
 
 from twoscale.engine.engine import Engine
 from twoscale.engine.forward import Forward, forward

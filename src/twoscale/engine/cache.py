@@ -1,13 +1,12 @@
 """Keys and values of one sequence, for every layer and loop step.
 
-Token t at loop step k sees token j at step min(k, k_j), where k_j is the last step that j took. Slots are
-(layer, level, position): level k holds what a reader at step k sees, so reading is one slice and needs no look-up. A token
-that leaves at k_j has its last key and value written into all deeper levels at once; a level that nobody has reached
-yet does not exist, and begins as a copy of the one above it.
+Token t at loop step k attends to token j at step min(k, k_j), where k_j is the last step that j took. Keys and values are stored by
+(layer, level, position): level k holds what a token at step k attends to, so reading is one slice. When a token exits at step k_j, its
+last key and value are copied to all deeper levels. A level is added when the first token reaches it, as a copy of the level before.
 
     kv="exact"   a level for every loop step that was ever taken
     kv="last"    one level: each token's newest key and value, as much memory as a plain GPT's
-    kv="ring:n"  n levels: step k writes and reads level k mod n, so a reader finds the kept step that is congruent to its own
+    kv="ring:n"  n levels: step k writes and reads level k mod n
 
 Shapes: L level, J key/value heads, T position, D head width.
 """
@@ -22,19 +21,18 @@ from torch import Tensor
 
 from twoscale.config import ModelConfig, UserError
 from twoscale.engine.kernels.base import Kernels
-from twoscale.engine.kernels.eager import EagerKernels
+from twoscale.engine.kernels.torch_ops import TorchKernels
 
 if TYPE_CHECKING:
     from twoscale.engine.request import LoopParams
 
-Place = int | slice | Tensor  # one position, a run of them, or any
+Positions = int | slice | Tensor  # one position, a slice, or an index tensor
 
-
-CHECKED_SIZE = 64 << 20  # bytes from which a layer checks whether there is so much memory
+MIN_CHECKED_BYTES = 64 << 20  # smaller allocations are not compared with the free memory
 
 
 def free_memory() -> int | None:
-    """Bytes that new memory can take without swapping; None where the system does not say."""
+    """Bytes that can be allocated without swapping; None if the system does not tell (no /proc/meminfo)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -43,7 +41,7 @@ def free_memory() -> int | None:
 
 
 def parse_kv(kv: str) -> int | None:
-    """How many levels a looped layer keeps; None means one for every step."""
+    """The number of levels that a looped layer keeps; None means one for every step."""
     if kv == "exact":
         return None
     if kv == "last":
@@ -55,71 +53,71 @@ def parse_kv(kv: str) -> int | None:
 
 
 class LayerCache:
-    """Keys and values of one layer."""
+    """Keys and values of one layer of one sequence."""
 
     def __init__(self, layer: int, shape: tuple[int, int, int], levels: int, like: Tensor, kernels: Kernels) -> None:
         self.layer, self.shape, self.max_levels, self.kernels = layer, shape, levels, kernels  # (J, T, D)
         self.slot: object | None = None
-        """Holds the memory of keys and values for kernels that share it between sequences."""
-        self.depth = 0  # levels that exist
+        """Reference to the memory of keys and values, for kernels that allocate it in common tensors (see `slots`)."""
+        self.n_levels = 0  # levels allocated and filled so far
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
 
-    def write(self, k: int, at: Place, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values (J, D), or (J, n, D) for several places; returns what a reader at step k sees: (J, end, D).
+    def write(self, k: int, at: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values (J, D), or (J, n, D) for several positions; returns what step k attends to, (J, end, D) each.
 
-        `length` is that of the sequence so far.
+        `length` is the sequence's current length.
         """
-        level = self.open_level(k, length)
+        level = self.ensure_level(k, length)
         keys, values = self.keys[level], self.values[level]
         keys[:, at], values[:, at] = key, value
         return keys[:, :end], values[:, :end]
 
-    def open_level(self, k: int, length: int) -> int:
-        """The level of step k, which exists from now on."""
+    def ensure_level(self, k: int, length: int) -> int:
+        """The level of step k; it is allocated and filled if it does not exist yet."""
         level = (k - 1) % self.max_levels
-        if level >= self.depth:
-            self._deepen(level, length)
+        if level >= self.n_levels:
+            self._add_levels(level, length)
         return level
 
     def address(self, level: int) -> tuple[int, int]:
-        """Where the keys and the values of a level lie in memory."""
+        """Memory addresses of the keys and the values of a level."""
         offset = level * self.level_bytes
         return self.addresses[0] + offset, self.addresses[1] + offset
 
-    def settle(self, k: int, at: Place) -> None:
-        """Tokens leave after step k: what they wrote there is what all deeper steps see."""
-        if k < self.depth:
+    def fill_deeper_levels(self, k: int, at: Positions) -> None:
+        """Tokens exit after step k: copy their keys and values of step k to all deeper levels."""
+        if k < self.n_levels:
             self.kernels.settle(self, k, at)
 
-    def _deepen(self, level: int, length: int) -> None:
-        """Let a level begin: for every token so far the step before was the last."""
+    def _add_levels(self, level: int, length: int) -> None:
+        """Add levels up to `level`, each a copy of the level before: no token has gone deeper so far."""
         if level >= len(self.keys):
             levels = min(self.max_levels, max(1, 2 * len(self.keys), level + 1))
             self._check_memory(levels)
-            self._move(levels, length)
+            self._reallocate(levels, length)
             self.level_bytes = self.keys[0].nbytes
-        for new in range(self.depth, level + 1):
+        for new in range(self.n_levels, level + 1):
             if new:
                 for store in (self.keys, self.values):
                     store[new, :, :length] = store[new - 1, :, :length]
-        self.depth = level + 1
+        self.n_levels = level + 1
 
-    def _move(self, levels: int, length: int) -> None:
-        """Into memory for so many levels."""
+    def _reallocate(self, levels: int, length: int) -> None:
+        """Move keys and values to new memory for this many levels."""
         old = self.keys, self.values
         self.keys, self.values, slot = self.kernels.allocate(self.layer, (levels, *self.shape), old[0])
-        if self.depth:
+        if self.n_levels:
             for new, before in ((self.keys, old[0]), (self.values, old[1])):
-                new[: self.depth, :, :length] = before[: self.depth, :, :length]
+                new[: self.n_levels, :, :length] = before[: self.n_levels, :, :length]
         self.slot = slot
-        self.locate()
+        self.update_addresses()
 
     def _check_memory(self, levels: int) -> None:
-        """Refuse to hold more levels than there is memory for: the system would end the process."""
+        """UserError if the free memory is too small for this many levels; otherwise the system would kill the process."""
         J, T, D = self.shape
         needed = 2 * levels * J * T * D * self.keys.itemsize
-        if needed < CHECKED_SIZE or not self.keys.is_cpu:
+        if needed < MIN_CHECKED_BYTES or not self.keys.is_cpu:
             return
         free = free_memory()
         if free is not None and needed > free:
@@ -129,15 +127,15 @@ class LayerCache:
             )
 
     def copy(self, kernels: Kernels | None = None) -> "LayerCache":
-        """The same content in memory of its own, for other kernels if they are given."""
+        """A copy with its own memory, allocated by other kernels if they are given."""
         new = copy(self)
         new.kernels = kernels or self.kernels
         if len(self.keys):
-            new._move(len(self.keys), self.shape[1])
+            new._reallocate(len(self.keys), self.shape[1])
         return new
 
-    def locate(self) -> None:
-        """Note where keys and values lie, after they have moved."""
+    def update_addresses(self) -> None:
+        """Update the addresses after keys and values have moved."""
         self.addresses = self.kernels.addresses(self.keys, self.values)
 
     @property
@@ -146,44 +144,49 @@ class LayerCache:
 
 
 class Cache:
-    """Keys and values of one sequence of at most `capacity` tokens, and the parameters of the request that it was opened for."""
+    """Keys and values of one sequence of at most `capacity` tokens, and the loop parameters of its request."""
 
     def __init__(
         self, config: ModelConfig, capacity: int, params: "LoopParams", like: Tensor | None = None, kernels: Kernels | None = None
     ) -> None:
-        """`like` has the type and the device of keys and values; fp32 on the CPU if it is not given."""
+        """`like` gives dtype and device of keys and values; default: fp32 on the CPU."""
         self.capacity, self.length, self.params = capacity, 0, params
         like = torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like
-        shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or EagerKernels()
+        shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or TorchKernels()
         self.layers = [LayerCache(i, shape, n, like, kernels) for i, n in enumerate(levels_of(config, params))]
 
+    def allocate(self) -> None:
+        """Allocate the first level of all layers. Deeper levels are allocated when a token reaches them."""
+        for layer in self.layers:
+            layer.ensure_level(1, self.length)
+
     def extend(self, n: int) -> int:
-        """Make n more tokens part of the sequence; returns the position of the first."""
+        """Append n tokens to the sequence; returns the position of the first."""
         if self.length + n > self.capacity:
             raise UserError(f"a sequence of {self.length + n} tokens does not fit the context of {self.capacity} tokens")
         self.length += n
         return self.length - n
 
     def rewind(self, length: int) -> None:
-        """Forget all tokens from position `length` on. What they wrote is overwritten by the tokens that come in their place."""
+        """Truncate the sequence to `length` tokens. The tokens that come next overwrite the old keys and values."""
         if not 0 <= length <= self.length:
             raise ValueError(f"a sequence of {self.length} tokens cannot be rewound to {length}")
         self.length = length
 
     def copy(self) -> "Cache":
-        """The same content in memory of its own."""
+        """A copy with its own memory."""
         new = copy(self)
         new.layers = [layer.copy() for layer in self.layers]
         return new
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held now."""
+        """Bytes allocated now."""
         return sum(layer.nbytes for layer in self.layers)
 
 
 def levels_of(config: ModelConfig, params: "LoopParams") -> list[int]:
-    """The most levels that each layer keeps."""
+    """The maximum number of levels of each layer."""
     kept = parse_kv(params.kv)
     return [
         1 if group is None else min(params.loops[group], kept or params.loops[group]) for layers, group in config.stages for _ in layers
@@ -191,5 +194,5 @@ def levels_of(config: ModelConfig, params: "LoopParams") -> list[int]:
 
 
 def bytes_per_token(config: ModelConfig, params: "LoopParams", itemsize: int = 4) -> int:
-    """What one more token costs when every level exists; a plain GPT of as many layers is the case kv="last"."""
+    """Bytes of keys and values of one token when all levels are allocated; kv="last" needs as much as a plain GPT of as many layers."""
     return sum(levels_of(config, params)) * 2 * config.kv_heads * config.head_dim * itemsize

@@ -1,14 +1,14 @@
-"""Fair shares: how clients divide the engine among themselves.
+"""Fair scheduling between clients, by virtual time (as in start-time fair queuing, or the virtual token counter of VTC).
 
-A share (all texts of one HTTP request) has a virtual time: the layer applications that its rows have taken. Those who have had the least go
-first, between two calls of the engine, so a client that asks for much slows the others down by its share and no more. A share that begins
-has the virtual time of the one that is being served: the past of the others is neither a debt nor a credit.
+A client is all sequences of one HTTP request. Its virtual time is the service that it has received: layer applications to one row. The
+client with the smallest virtual time goes first; the choice is made anew between two calls of the engine, so a client with many long
+sequences slows the others down no more than its share. A new client starts at the current virtual time, so the past does not count.
 
-Three bounds on one share while there are others:
+Limits of one client while there are others:
 
-    rows in a round   no more than all others together have, and none while it has several texts and is ahead of the others
-    running texts     half of max_num_seqs; a share without a running text begins even where all of them are taken
-    cache bytes       half of what the others leave; alone, three quarters of it, so that there is room for whoever comes
+    sequences in a batch   at most as many as all others together; none while it has several sequences and is ahead of the others
+    running sequences      half of max_num_seqs; a client without a running sequence may pause those of others
+    cache bytes            half of what the others leave free; without others three quarters, so that a new client can start
 """
 
 from collections import Counter
@@ -16,85 +16,85 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from twoscale.engine.request import Request, Share
+from twoscale.engine.request import Client, Request
 
-QUANTUM = 16.0  # layer applications of one row: a share may be ahead of another by this much before it lets it go first
-CACHE_ALONE, CACHE_CONTESTED = 0.75, 0.5  # of the cache that the others leave
+QUANTUM = 16.0  # layer applications to one row: how far a client may be ahead of another before the other goes first
+CACHE_ALONE, CACHE_CONTESTED = 0.75, 0.5  # share of the cache that the others leave free
 
 
 @dataclass
 class FairShares:
-    """The order in which requests are served."""
+    """Which waiting request starts next, and how much cache each client has reserved."""
 
-    now: float = 0.0
-    """Virtual time of the share that is being served."""
-    held: Counter[Share] = field(default_factory=Counter)
-    """Bytes of cache that the running texts of each share may come to hold."""
+    virtual_time: float = 0.0
+    """Virtual time of the client that is being served."""
+    reserved: Counter[Client] = field(default_factory=Counter)
+    """For each client, the cache bytes that its running sequences need at their full length."""
 
     def begin(self, request: Request, size: int) -> None:
-        """A text begins to run, with so many bytes of cache."""
-        if request.share not in self.held:
-            request.share.work = max(request.share.work, self.now)
-        self.held[request.share] += size
+        """A request starts running and reserves `size` cache bytes."""
+        if request.client not in self.reserved:
+            request.client.virtual_time = max(request.client.virtual_time, self.virtual_time)
+        self.reserved[request.client] += size
 
     def end(self, request: Request, size: int) -> None:
-        """A text has ended."""
-        self.held[request.share] -= size
-        if self.held[request.share] <= 0:
-            del self.held[request.share]
+        """A running request has ended."""
+        self.reserved[request.client] -= size
+        if self.reserved[request.client] <= 0:
+            del self.reserved[request.client]
 
     def next(
         self, waiting: Iterable[Request], running: Sequence[Request], max_num_seqs: int, cache: float, size: Callable[[Request], int]
     ) -> Request | None:
-        """The waiting text that is to begin now, if any: of the share with the fewest running ones, first come, first served.
+        """The waiting request that may start now, or None. The client with the fewest running requests goes first.
 
-        A share without a running text is not overtaken where its cache does not fit yet.
+        If the first request of a client without a running one does not fit the cache yet, no other request is started before it.
         """
-        texts = Counter(request.share for request in running)
-        if len(texts) >= max_num_seqs:  # each of them is another client's
+        n_running = Counter(request.client for request in running)
+        if len(n_running) >= max_num_seqs:  # one sequence of each of max_num_seqs clients
             return None
-        firsts: dict[Share, Request] = {}
+        firsts: dict[Client, Request] = {}
         for request in waiting:
-            firsts.setdefault(request.share, request)
-        contested = len(texts.keys() | firsts.keys()) > 1
-        free = cache - self.held.total()
-        for share, request in sorted(firsts.items(), key=lambda entry: texts[entry[0]]):
-            need, own = size(request), self.held[share]
-            if not texts[share]:
+            firsts.setdefault(request.client, request)
+        contested = len(n_running.keys() | firsts.keys()) > 1
+        free = cache - self.reserved.total()
+        for client, request in sorted(firsts.items(), key=lambda entry: n_running[entry[0]]):
+            need, own_bytes = size(request), self.reserved[client]
+            if not n_running[client]:
                 return request if need <= free else None
-            cache_limit = (CACHE_CONTESTED if contested else CACHE_ALONE) * (own + free)
+            cache_limit = (CACHE_CONTESTED if contested else CACHE_ALONE) * (own_bytes + free)
             limit = max(1, max_num_seqs // 2) if contested else max_num_seqs
-            if len(running) < max_num_seqs and texts[share] < limit and own + need <= cache_limit:
+            if len(running) < max_num_seqs and n_running[client] < limit and own_bytes + need <= cache_limit:
                 return request
         return None
 
 
-def ahead(texts: Mapping[Share, Sequence[object]]) -> list[Share]:
-    """The shares with several texts that are ahead of another one by more than QUANTUM."""
-    least = min(share.work for share in texts)
-    return [share for share, own in texts.items() if len(own) > 1 and share.work > least + QUANTUM]
+def clients_ahead(requests: Mapping[Client, Sequence[object]]) -> list[Client]:
+    """The clients with several requests that are ahead of another client by more than QUANTUM."""
+    least = min(client.virtual_time for client in requests)
+    return [client for client, client_requests in requests.items() if len(client_requests) > 1 and client.virtual_time > least + QUANTUM]
 
 
-def select(requests: Sequence[Request], rows: int, beside: Sequence[Request] = ()) -> list[Request]:
-    """Texts for one round, at most `rows`; shares take turns, the one that has had the least first. `beside` are in flight already.
+def select_for_batch(requests: Sequence[Request], max_requests: int, in_flight: Sequence[Request] = ()) -> list[Request]:
+    """At most `max_requests` of the idle requests for one batch. Clients take turns, the smallest virtual time first.
 
-    Beyond its first text a share has no more of them than all others have together. One with several texts that is ahead of the others has
-    none: it has a round when they have caught up with it.
+    `in_flight` are the requests that the batch has already. Beyond its first request a client gets no more than all others together. A
+    client with several requests that is ahead of the others gets none: it is served in a later batch.
     """
-    by_share: dict[Share, list[Request]] = {}
+    by_client: dict[Client, list[Request]] = {}
     for request in requests:
-        by_share.setdefault(request.share, []).append(request)
-    if len(by_share) == 1 and not beside:
-        return list(requests[:rows])
-    everybody: dict[Share, list[Request]] = {share: list(own) for share, own in by_share.items()}
-    for request in beside:
-        everybody.setdefault(request.share, []).append(request)
-    for share in ahead(everybody):
-        by_share.pop(share, None)
-    shares = sorted(by_share, key=lambda share: share.work)
-    if sum(map(len, by_share.values())) > len(shares):
-        largest = max(shares, key=lambda share: len(by_share[share]))
-        others = sum(len(by_share[share]) for share in shares if share is not largest)
-        del by_share[largest][max(1, others) :]
-    turns = zip_longest(*(by_share[share] for share in shares))
-    return [request for texts_ in turns for request in texts_ if request is not None][:rows]
+        by_client.setdefault(request.client, []).append(request)
+    if len(by_client) == 1 and not in_flight:
+        return list(requests[:max_requests])
+    all_requests: dict[Client, list[Request]] = {client: list(idle) for client, idle in by_client.items()}
+    for request in in_flight:
+        all_requests.setdefault(request.client, []).append(request)
+    for client in clients_ahead(all_requests):
+        by_client.pop(client, None)
+    clients = sorted(by_client, key=lambda client: client.virtual_time)
+    if sum(map(len, by_client.values())) > len(clients):
+        largest = max(clients, key=lambda client: len(by_client[client]))
+        others = sum(len(by_client[client]) for client in clients if client is not largest)
+        del by_client[largest][max(1, others) :]
+    turns = zip_longest(*(by_client[client] for client in clients))
+    return [request for turn in turns for request in turn if request is not None][:max_requests]

@@ -1,9 +1,9 @@
 """`twoscale.forward`: one parallel pass over whole sequences.
 
 out = twoscale.forward(model, [[1, 2, 3], [4, 5]], loops=12)
-out.logits[1, :2]    # a row's answers never depend on its neighbours or its padding
+out.logits[1, :2]    # a sequence's logits do not depend on the other sequences or on padding
 out = twoscale.forward(model, ids, exit=exits.Acceleration(1e-2), loops=30)
-out.steps            # (B, T, G): every token left every group on its own
+out.steps            # (B, T, G): loop steps of every token in every group
 """
 
 import warnings
@@ -24,17 +24,17 @@ from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.input import as_batch, check_start
 
-MIN_WARNED_PASSES = 256  # passes of a rule that goes token by token from which on a warning is given
+MIN_WARNED_PASSES = 256  # a rule that goes token by token and needs at least so many passes gives a warning
 
 
 @dataclass(frozen=True, repr=False)
 class Forward(OneLine):
-    """What one pass gives."""
+    """The result of `forward`."""
 
     logits: Tensor
-    """(B, T, V) fp32; zero where a row is shorter than T."""
+    """(B, T, V) fp32; zero at padding."""
     steps: Tensor
-    """(B, T, G) int64: applications of each group's map; zero where a row is shorter than T."""
+    """(B, T, G) int64: loop steps in each group; zero at padding."""
 
     def __post_init__(self) -> None:
         assert self.logits.shape[:2] == self.steps.shape[:2] and self.logits.dtype == torch.float32
@@ -53,11 +53,10 @@ def forward(
 ) -> Forward:
     """Logits and steps for ids (B, T), or for a ragged list of lists.
 
-    `loops` is the most steps that a group may take (one number, or one for each group; default: the model's
-    mean_loops). `exit` is a rule of twoscale.exits, {group: rule}, or "auto" (the calibration that came with the
-    model, loops included unless given): tokens leave one by one and are computed no more.
-    `start` gives the groups' initial states, one (B, T, C) each; without it they are a function of (`seed`, group, position).
-    With a `tokenizer` the sequences may be text.
+    `loops` is the maximum number of loop steps (one number, or one for each group; default: the model's mean_loops). `exit` is a rule of
+    twoscale.exits, {group: rule}, or "auto" (the model's calibration, including its loops unless given): a token that exits is not computed
+    any more. `start` gives the groups' initial states, one (B, T, C) each; by default they are a function of (`seed`, group, position).
+    With a `tokenizer` the sequences may be strings.
     """
     tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
     device = next(model.parameters()).device
@@ -75,7 +74,7 @@ def forward(
 
 
 def check_finite(logits: Tensor) -> None:
-    """NaN in a model's answers is said, not returned."""
+    """UserError if the logits contain NaN or infinity."""
     if not logits.amax().isfinite():
         raise UserError(NOT_FINITE)
 
@@ -90,15 +89,15 @@ def _with_exits(
     start: Sequence[Tensor] | None,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """The pass with tokens that leave, on the engine's rows: logits (B, T, V) and steps (B, T, G)."""
+    """The pass with exits, by the engine: logits (B, T, V) and steps (B, T, G)."""
     engine, params = Engine(model), loop_params(model, loops=loops, exit=exit, seed=seed)
     if not params.token_by_token:
-        # All tokens of a sequence are at the same step, so their newest keys and values are all that is read.
+        # All tokens of a sequence are at the same loop step, so only the newest keys and values are read.
         params = replace(params, kv="last")
     elif max(lengths) >= MIN_WARNED_PASSES:
         warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=4)
-    feeds = [(b, engine.open(n, params), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
-    states, steps = engine.run(feeds, None if start is None else [x.to(engine.device)[real] for x in start])
+    inputs = [(b, engine.new_cache(n, params), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
+    states, steps = engine.run(inputs, None if start is None else [x.to(engine.device)[real] for x in start])
     logits = engine.model.head(states).float()
     if bool(real.all()):
         return logits.view(*tokens.shape, -1), steps.view(*tokens.shape, -1)

@@ -1,8 +1,8 @@
-"""`twoscale.generate`: cached decoding of ragged batches, every token leaving every loop on its own.
+"""`twoscale.generate`: cached decoding of ragged batches, with a separate exit for every token and loop group.
 
 gen = twoscale.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=64, exit=exits.Acceleration(1e-2), loops=30)
-gen.tokens[1]    # the new tokens of the second text: what it gives alone, whatever it shares the batch with
-gen.steps[1]     # for each of them, the steps that the pass which chose it took in each group
+gen.tokens[1]    # the new tokens of the second prompt; they do not depend on the other prompts
+gen.steps[1]     # for each of them, the loop steps in each group of the forward pass that produced its logits
 
 With a tokenizer prompts may be strings: twoscale.generate(model, "Once upon a time", tokenizer=tokenizer).texts[0]
 """
@@ -17,7 +17,7 @@ from twoscale.config.show import OneLine
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.kernels import KernelName
-from twoscale.engine.request import LoopParams, Request, SamplingParams, Share, loop_params, split_stop
+from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params, split_stop
 from twoscale.engine.scheduler import Scheduler, run_until_done
 from twoscale.engine.text import TextStream
 from twoscale.exits import Exit
@@ -26,30 +26,30 @@ from twoscale.model.input import as_batch
 
 Callback = Callable[[int, int, tuple[int, ...]], object]
 
-PREFILL_CHUNK = 2048  # tokens of prompts that go through the network together
-MAX_NUM_SEQS = 256  # texts that are written at a time
+PREFILL_CHUNK = 2048  # prompt tokens in one batch
+MAX_NUM_SEQS = 256  # sequences that are decoded at a time
 
 
 @dataclass(frozen=True, repr=False)
 class Generation(OneLine):
-    """What was written, one entry for each prompt."""
+    """The result of `generate`, one entry for each prompt."""
 
     tokens: list[list[int]]
-    """The new tokens; a stop token that ended a text is the last of them."""
+    """The new tokens, including the stop token if there was one."""
     steps: list[list[tuple[int, ...]]]
-    """For each new token, the steps in each group of the pass that chose it."""
+    """For each new token, the loop steps in each group of the forward pass that produced its logits."""
     prompt_steps: list[list[tuple[int, ...]]]
-    """For each token of the prompt, its steps; the last entry is also the first of `steps`."""
+    """For each prompt token, its loop steps; the last entry is also the first of `steps`."""
     finish: list[str]
-    """Why each text ended: `stop` or `length`."""
+    """Finish reason of each sequence: `stop` or `length`."""
     work: list[int]
-    """Applications of each group's map to one token, in all: the sum of all steps."""
+    """Work done: for each group, the sum of the loop steps of all tokens (prompt and new tokens)."""
     cache_bytes: int
-    """What keys and values held at the most, over all texts."""
+    """Peak memory of keys and values of all sequences."""
     logprobs: list[list[list[tuple[int, float]]]] | None = None
-    """For each new token: itself and the likeliest ones, with their log-probabilities; None unless they were asked for."""
+    """For each new token: (token, log-probability) of itself, then of the most likely tokens; None unless requested."""
     texts: list[str] | None = None
-    """The new text, cut before a stop string; None without a tokenizer."""
+    """The generated text, cut before a stop string; None without a tokenizer."""
 
     def __post_init__(self) -> None:
         assert all(len(t) == len(s) for t, s in zip(self.tokens, self.steps, strict=True))
@@ -75,23 +75,23 @@ def generate(
 ) -> Generation:
     """Continue every prompt by at most `max_new_tokens` tokens.
 
-    `exit` and `loops` are as in `forward`; `kv` says which keys and values are kept (`exact`, `last`, `ring:n`). A token or a string of
-    `stop` ends its text. `callback(row, token, steps)` is called for every new token as it comes. `seed` fixes the start states and the
-    draws; texts with the same prompt in one batch draw differently. With a `tokenizer` prompts and stops may be strings.
+    `exit` and `loops` are as in `forward`; `kv` says which keys and values are cached (`exact`, `last`, `ring:n`). Generation of a sequence
+    stops at any token or string of `stop`. `callback(batch_index, token, steps)` is called for every new token. `seed` is the seed of the
+    start states and of the sampling; equal prompts in one batch draw different tokens. With a `tokenizer` prompts and stops may be strings.
     """
-    ended_by, stop_strings = split_stop(stop)
-    sampling = SamplingParams(temperature, top_k, top_p, seed, max_new_tokens, ended_by, stop_strings, logprobs)
+    stop_token_ids, stop_strings = split_stop(stop)
+    sampling = SamplingParams(temperature, top_k, top_p, seed, max_new_tokens, stop_token_ids, stop_strings, logprobs)
     params = loop_params(model, exit=exit, loops=loops, kv=kv, seed=seed)
     scheduler = offline_scheduler(model, kernels)
     requests = make_requests(model, ids, sampling, params, tokenizer)
-    streams = [follow(request, tokenizer, callback) for request in requests]
+    streams = [track_tokens(request, tokenizer, callback) for request in requests]
     run_until_done(scheduler, requests)
     return Generation(
         [r.tokens for r in requests],
         [r.steps for r in requests],
         [r.prompt_steps for r in requests],
         [r.finish for r in requests],
-        list(scheduler.engine.work),
+        list(scheduler.engine.loop_steps),
         scheduler.max_cache_bytes,
         None if logprobs is None else [r.logprobs for r in requests],
         None if tokenizer is None else [s.text for s in streams if s is not None],
@@ -99,7 +99,7 @@ def generate(
 
 
 def stream(model: LoopedGPT, prompt: Sequence[int], sampling: SamplingParams, params: LoopParams) -> Iterator[Request]:
-    """One request, to be iterated: gives it after each new token, and does no work in between."""
+    """Generate lazily: yields the request after each new token, and computes the next token only when asked for it."""
     scheduler = offline_scheduler(model)
     (request,) = make_requests(model, [prompt], sampling, params)
     scheduler.add(request)
@@ -117,7 +117,7 @@ def stream(model: LoopedGPT, prompt: Sequence[int], sampling: SamplingParams, pa
 
 
 def offline_scheduler(model: LoopedGPT, kernels: KernelName = "auto") -> Scheduler:
-    """A scheduler for a caller who has all requests at hand."""
+    """A scheduler for offline generation: large batches, no memory limit, errors are raised."""
     return Scheduler(
         model, max_num_seqs=MAX_NUM_SEQS, cache_bytes=math.inf, prefill_chunk=PREFILL_CHUNK, isolate_errors=False, kernels=kernels
     )
@@ -126,21 +126,21 @@ def offline_scheduler(model: LoopedGPT, kernels: KernelName = "auto") -> Schedul
 def make_requests(
     model: LoopedGPT, ids: Tokens, sampling: SamplingParams, params: LoopParams, tokenizer: Tokenizer | None = None
 ) -> list[Request]:
-    """A request for every prompt; those with the same prompt draw differently."""
+    """A request for every prompt; equal prompts draw different tokens."""
     if sampling.stop and tokenizer is None:
         raise UserError("a stop string needs the model's tokenizer: give tokenizer=, or stop at token ids")
     tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
     prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    seen: Counter[tuple[int, ...]] = Counter()
-    requests, share = [], Share()
+    copies: Counter[tuple[int, ...]] = Counter()
+    requests, client = [], Client()
     for i, prompt in enumerate(prompts):
-        requests.append(Request(prompt, sampling, params, stream=seen[tuple(prompt)], sequence=i, share=share))
-        seen[tuple(prompt)] += 1
+        requests.append(Request(prompt, sampling, params, sample_index=copies[tuple(prompt)], batch_index=i, client=client))
+        copies[tuple(prompt)] += 1
     return requests
 
 
-def follow(request: Request, tokenizer: Tokenizer | None, callback: Callback | None = None) -> TextStream | None:
-    """Call the callback for every new token, and end the request at a stop string; returns its text."""
+def track_tokens(request: Request, tokenizer: Tokenizer | None, callback: Callback | None = None) -> TextStream | None:
+    """Set `on_token` of a request: call the callback for every new token, and stop at stop strings; returns its text stream."""
     sampling = request.sampling
     text = None if tokenizer is None else TextStream(tokenizer, request.prompt, sampling.stop, sampling.stop_token_ids)
     if text is None and callback is None:
@@ -154,7 +154,7 @@ def follow(request: Request, tokenizer: Tokenizer | None, callback: Callback | N
             if text is not None:
                 text.add(token)
             if callback is not None:
-                callback(request.sequence, token, steps)
+                callback(request.batch_index, token, steps)
         if text is not None and request.finish:
             text.finish()
         if text is not None and text.stopped:

@@ -1,10 +1,11 @@
-"""Rows inside one loop group: every call of `advance` applies the group's map once to all of them, whatever their step.
+"""Rows inside one loop group. Every call of `advance` applies the group's map once to all of them; they may be at different loop steps.
 
-Rows may join between two calls, and leave one by one: when their exit rule says so, or after the most steps that their request allows.
+Rows may join between two calls. They exit one by one: when their exit rule fires, or at their request's maximum number of loop steps.
 
 Shapes: N rows, C width.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from twoscale.engine.row_rules import RowRules
-from twoscale.engine.rows import Rows
+from twoscale.engine.rows import Part, Rows
 from twoscale.model import LoopGroup
 
 if TYPE_CHECKING:
@@ -21,19 +22,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """Rows that have left a group; each part of `rows` says how many steps it took (`k`)."""
+class ExitedRows:
+    """Rows that have left a group; `k` of each part is the number of loop steps taken."""
 
     rows: Rows
     x: Tensor
-    """(n, C): the group's output."""
+    """(n, C): output of the group."""
 
 
 class Loop:
-    """Rows inside one group."""
+    """The rows inside one group and their states."""
 
     def __init__(self, engine: "Engine", stage: int) -> None:
-        group = engine.model.stages[stage]
+        group = engine.stages[stage]
         assert isinstance(group, LoopGroup)
         self.engine, self.group, self.stage = engine, group, stage
         self.layers = range(engine.first_layers[stage], engine.first_layers[stage + 1])
@@ -44,93 +45,119 @@ class Loop:
         return 0 if self.rows is None else self.rows.n
 
     def admit(self, rows: Rows, e: Tensor, start: Tensor | None = None) -> None:
-        """Rows enter the group with the input e (N, C); those that are inside already stay at their steps."""
+        """Rows enter the group with the input e (N, C); the rows that are inside already are not affected."""
         g = self.group.index
         for part in rows.parts:
             part.k = 0
-        x = (self.engine.start(g, e, rows) if start is None else start.to(e)).contiguous()
+        x = (self.engine.start_states(g, e, rows) if start is None else start.to(e)).contiguous()
         injected = self.group.inject(e)
         self.rules.admit(rows)
         if self.rows is not None:
-            rows, x = self.rows.join(rows), torch.cat((self.x, x))
+            rows, x = self.rows.concat(rows), torch.cat((self.x, x))
             injected = None if injected is None or self.injected is None else torch.cat((self.injected, injected))
-        self._hold(rows, x, injected)
+        self._set_rows(rows, x, injected)
 
-    def _hold(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
+    def _set_rows(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
         self.rows, self.x, self.injected = rows, x, injected
         self.rope = self.engine.rope(rows)
         self.attention = rows.attention(self.layers.start, len(self.layers))
         self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
+        self._allocated_steps = min(map(self._steps_allocated, rows.parts))
+        """Steps until one of the caches must allocate another level."""
 
-    def _empty(self) -> None:
+    def _clear(self) -> None:
         failures, self.rows = self.rules.failures, None
         self.rules = RowRules(self.group.index, self.engine.kernels)
         self.rules.failures = failures
 
     def drop(self, gone: Sequence[bool]) -> None:
-        """Remove rows without a result: one bool for each row."""
-        stay = [i for i, dropped in enumerate(gone) if not dropped]
-        if not stay:
-            self._empty()
-        elif len(stay) < len(gone):
-            self._stay(torch.tensor(stay, dtype=torch.int64, device=self.engine.device))
+        """Remove rows without a result; `gone` has one bool for each row."""
+        index = [i for i, dropped in enumerate(gone) if not dropped]
+        if not index:
+            self._clear()
+        elif len(index) < len(gone):
+            self._keep(torch.tensor(index, dtype=torch.int64, device=self.engine.device))
 
-    def _stay(self, stay: Tensor) -> None:
-        """Only the rows of `stay`, ascending int64."""
+    def _keep(self, index: Tensor) -> None:
+        """Keep the rows with these indices (ascending int64)."""
         assert self.rows is not None
-        self.rules.take(stay)
-        injected = None if self.injected is None else self.injected.index_select(0, stay)
-        self._hold(self.rows.take(stay), self.x.index_select(0, stay), injected)
+        self.rules.keep(index)
+        injected = None if self.injected is None else self.injected.index_select(0, index)
+        self._set_rows(self.rows.select(index), self.x.index_select(0, index), injected)
 
-    def advance(self) -> Finished | None:
-        """Apply the map once to every row; returns those that have left, if any."""
+    def advance(self) -> ExitedRows | None:
+        """Apply the map once to every row; returns the rows that exit, if any."""
         rows, before, engine = self.rows, self.x, self.engine
         assert rows is not None
+        self._allocated_steps -= 1
+        if self._allocated_steps < 0 and not self._allocate_levels(rows):
+            return None
         at_limit = False
         for part, limit in zip(rows.parts, self.max_steps, strict=True):
             part.k += 1
             at_limit = at_limit or part.k >= limit
-        x = before if engine.config.noise == "start" else self.group.stir(before, self._step_noise(rows))
+        x = before if engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
         injected = None if self.injected is None else self.injected[None]
         after = self.group.step(x[None], injected, self.rope, self.attention)[0]
-        engine.work[self.group.index] += rows.n
-        passed, keeps = self.rules.update(rows, before, after, self._read)
+        engine.loop_steps[self.group.index] += rows.n
+        exits, keep_previous = self.rules.update(rows, before, after, self._read)
         if rows.n == 1:
-            if not (passed or at_limit):
+            if not (exits or at_limit):
                 self.x = after
                 return None
-            return self._all_leave(rows, before if keeps else after)
-        return self._some_leave(rows, before, after, passed, keeps, at_limit)
+            return self._exit_all(rows, before if keep_previous else after)
+        return self._exit_some(rows, before, after, exits, keep_previous, at_limit)
 
-    def _all_leave(self, rows: Rows, kept: Tensor) -> Finished:
-        rows.settle(self.layers)
-        self._empty()
-        return Finished(rows, self.group.leave(kept))
+    def _steps_allocated(self, part: Part) -> float:
+        """Further steps of a part for which the levels of its cache are allocated; infinite if they all are."""
+        layer = part.cache.layers[self.layers.start]
+        return math.inf if layer.n_levels == layer.max_levels else layer.n_levels - part.k
 
-    def _some_leave(
-        self, rows: Rows, before: Tensor, after: Tensor, passed: Tensor | bool, keeps: Tensor | bool, at_limit: bool
-    ) -> Finished | None:
-        """Release the rows that have passed their rule or taken all their steps."""
-        leaves = torch.full((rows.n,), passed, device=after.device) if isinstance(passed, bool) else passed
+    def _allocate_levels(self, rows: Rows) -> bool:
+        """Allocate the levels of the next step. Parts whose cache cannot grow become failures; False if there are any.
+
+        Done before the step, so that a failure belongs to one request and nothing has been computed for the others yet.
+        """
+        for part in rows.parts:
+            try:
+                for layer in self.layers:
+                    part.cache.layers[layer].ensure_level(part.k + 1, part.cache.length)
+            except Exception as error:
+                self.rules.failures.append(([part], error))
+        self._allocated_steps = min(map(self._steps_allocated, rows.parts)) - 1
+        return not self.rules.failures
+
+    def _exit_all(self, rows: Rows, kept: Tensor) -> ExitedRows:
+        rows.fill_deeper_levels(self.layers)
+        self._clear()
+        return ExitedRows(rows, self.group.leave(kept))
+
+    def _exit_some(
+        self, rows: Rows, before: Tensor, after: Tensor, exits: Tensor | bool, keep_previous: Tensor | bool, at_limit: bool
+    ) -> ExitedRows | None:
+        """Remove the rows whose rule has fired or that are at their maximum number of steps, and return them."""
+        exit_mask = torch.full((rows.n,), exits, device=after.device) if isinstance(exits, bool) else exits
         if at_limit:
             ended = [part.k >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
-            leaves = leaves | torch.tensor(ended, device=after.device)
-        gone = leaves.nonzero().flatten()
-        if not len(gone):
+            exit_mask = exit_mask | torch.tensor(ended, device=after.device)
+        exit_index = exit_mask.nonzero().flatten()
+        if not len(exit_index):
             self.x = after
             return None
-        kept = after if keeps is False else torch.where(torch.as_tensor(keeps, device=after.device)[..., None], before, after)
-        if len(gone) == rows.n:
-            return self._all_leave(rows, kept)
-        left = rows.take(gone)
-        left.settle(self.layers)
-        finished = Finished(left, self.group.leave(kept.index_select(0, gone)))
+        kept = (
+            after if keep_previous is False else torch.where(torch.as_tensor(keep_previous, device=after.device)[..., None], before, after)
+        )
+        if len(exit_index) == rows.n:
+            return self._exit_all(rows, kept)
+        exited_rows = rows.select(exit_index)
+        exited_rows.fill_deeper_levels(self.layers)
+        exited = ExitedRows(exited_rows, self.group.leave(kept.index_select(0, exit_index)))
         self.x = kept
-        self._stay((~leaves).nonzero().flatten())
-        return finished
+        self._keep((~exit_mask).nonzero().flatten())
+        return exited
 
     def _step_noise(self, rows: Rows) -> Tensor:
-        """Noise for this step of every row (noise="every_step")."""
+        """The noise of this step for every row (noise="every_step"), (N, C)."""
         width, each, first = self.engine.config.n_embd, [], 0
         for part in rows.parts:
             noise = self.engine.noise(part.cache.params.seed)
@@ -139,14 +166,14 @@ class Loop:
         return torch.cat(each)
 
     def _read(self, rows: Rows, x: Tensor, how: str) -> Tensor:
-        """What a rule may ask of states x (n, C) of some rows: logits (n, V), or the gate's probability (n,)."""
+        """For exit rules: logits (n, V) of states x (n, C), read by `lens` or `coda`, or the probability (n,) of the gate."""
         model = self.engine.model
         if how == "gate":
             assert self.group.gate is not None
             return self.group.gate(x).sigmoid().squeeze(-1)
-        last = len(model.stages) - 1
-        if how == "coda" and not isinstance(model.stages[last], LoopGroup):
-            # The keys and values that this writes are provisional: the next reading and the token itself overwrite them.
-            assert rows.one_each, "reading through the coda goes token by token"
-            x = self.engine.plain(last, self.group.leave(x), rows)
+        last = len(self.engine.stages) - 1
+        if how == "coda" and not isinstance(self.engine.stages[last], LoopGroup):
+            # The keys and values that this writes are provisional: the next read-out and the token itself overwrite them.
+            assert rows.one_row_per_part, "reading through the coda goes token by token"
+            x = self.engine.run_plain_stage(last, self.group.leave(x), rows)
         return model.head(x)

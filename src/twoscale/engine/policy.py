@@ -1,10 +1,10 @@
-"""Which rows share the engine's next call: the scheduling policies, and the choice between them from measured costs.
+"""Scheduling policies: which rows share the next call of the engine. `choose_policy` chooses between them from measured costs.
 
-    lockstep   requests join at token boundaries; the rows of a round go through the stages together
-    depth      tokens enter at any time; every call takes the stage where most rows are
+    lockstep   a batch goes through the stages of the network together; requests join between tokens
+    depth      tokens join a batch at any time; every call takes the stage (plain layers or loop group) at which most rows are
 
-Which is quicker depends on what a call costs with few and with many rows, so it is measured. A policy of your own is a subclass of
-`Policy` and an entry of POLICIES.
+Which is faster depends on the cost of a call with few and with many rows, so it is measured. To add a policy, subclass `Policy` and add it
+to POLICIES.
 """
 
 import math
@@ -13,55 +13,58 @@ from itertools import pairwise
 from statistics import median
 
 from twoscale.config import UserError
+from twoscale.engine.batch import Batch
 from twoscale.engine.engine import Engine
-from twoscale.engine.pipeline import Pipeline
 from twoscale.engine.request import loop_params
 from twoscale.model import LoopedGPT
 
-MIN_PATIENCE, PATIENCE = 16, 2.0
+MIN_WAIT_CALLS = 16  # rows that have left a loop wait at least this many calls for the rest of their batch,
+MAX_WAIT_FACTOR = 2.0  # and at most this many times the calls that they took in the loop themselves
 
 
 class Policy:
-    """How tokens go through a pipeline."""
+    """How the tokens of a batch go through the stages."""
 
-    joins = False
-    """Whether tokens may enter while others are in flight."""
-    calls_at_once = True
-    """Whether a loop is applied until rows leave it; else there is a new choice after every call."""
+    joins_running_batch = False
+    """Whether tokens may join a batch that is already running."""
+    loop_until_exit = True
+    """Whether loop steps are repeated until rows exit; otherwise `stage` is asked after every step."""
 
-    def stage(self, pipeline: Pipeline) -> int:
-        """The stage of the next call."""
+    def stage(self, batch: Batch) -> int:
+        """The stage of the next call, an index into `model.stages`."""
         raise NotImplementedError
 
-    def split_at(self, pipeline: Pipeline) -> float:
-        """The number of calls of the pipeline after which the rows at its first stage no longer keep the others waiting."""
+    def split_after_calls(self, batch: Batch) -> float:
+        """The number of calls of the batch after which it is split: rows at its earliest stage continue as a batch of their own."""
         return math.inf
 
 
 class Lockstep(Policy):
-    """A round: the rows that entered together go through the stages together. Rows that have left a loop wait for the others.
+    """The rows of a batch go through the stages together. Rows that have left a loop wait for the others, but not for ever.
 
-    They wait for PATIENCE times the calls that they took themselves, and at least for MIN_PATIENCE calls; then the rows that are still
-    inside become a round of their own, so a request with many loops does not hold up the others.
+    They wait for MAX_WAIT_FACTOR times the calls that they took themselves, and at least MIN_WAIT_CALLS calls. Then the rows that are still
+    in the loop become a batch of their own, so a request with many loop steps does not delay the others.
     """
 
-    def stage(self, pipeline: Pipeline) -> int:
-        return pipeline.lowest
+    def stage(self, batch: Batch) -> int:
+        return batch.earliest_stage
 
-    def split_at(self, pipeline: Pipeline) -> float:
-        stage = pipeline.lowest
-        later = [w for at, waiting in pipeline.waiting.items() if at > stage for w in waiting]
-        return min((w.arrived + max(MIN_PATIENCE, PATIENCE * w.steps) for w in later), default=math.inf)
+    def split_after_calls(self, batch: Batch) -> float:
+        if len(batch) == 1:
+            return math.inf
+        stage = batch.earliest_stage
+        later = [w for at, waiting in batch.waiting.items() if at > stage for w in waiting]
+        return min((w.arrived_at_call + max(MIN_WAIT_CALLS, MAX_WAIT_FACTOR * w.loop_calls) for w in later), default=math.inf)
 
 
 class Depth(Policy):
-    """Every call takes the rows of one stage: the one where most of them are, the latest stage among equals."""
+    """Every call takes the rows of the stage that has most of them; of equal ones the latest."""
 
-    joins = True
-    calls_at_once = False
+    joins_running_batch = True
+    loop_until_exit = False
 
-    def stage(self, pipeline: Pipeline) -> int:
-        rows = pipeline.occupancy()
+    def stage(self, batch: Batch) -> int:
+        rows = batch.occupancy()
         return max(rows, key=lambda stage: (rows[stage], stage))
 
 
@@ -74,56 +77,56 @@ def policy_of(name: str) -> Policy:
     return POLICIES[name]
 
 
-EXPECTED_STEPS = (3, 12)  # steps that tokens are taken to need, evenly spread
+EXPECTED_STEPS = (3, 12)  # tokens are assumed to exit after 3 to 12 loop steps, uniformly
 REPEATS = 5
-MIN_GAIN = 0.95  # mixing depths has costs of its own
+MIN_GAIN = 0.95  # `depth` must be cheaper than this ratio: mixing loop steps has other costs
 
 
 def cost_curve(model: LoopedGPT, max_num_seqs: int, loops: int = 4) -> dict[int, float]:
-    """Seconds of one loop step (a whole pass over its steps) with 1, 2, 4, ... rows, taking turns."""
+    """Seconds per loop step of a whole forward pass with 1, 2, 4, ... rows; medians of interleaved repeats."""
     engine, params = Engine(model), loop_params(model, loops=loops)
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n < max_num_seqs] + [max_num_seqs]
-    caches = [engine.open(2, params) for _ in range(max_num_seqs)]
-    engine.run([(0, cache, [0]) for cache in caches])  # makes their levels, which is not counted
+    caches = [engine.new_cache(2, params) for _ in range(max_num_seqs)]
+    engine.run([(0, cache, [0]) for cache in caches])  # allocates the caches, which is not timed
     times: dict[int, list[float]] = {n: [] for n in sizes}
     steps = loops * model.config.n_groups
     for _ in range(REPEATS + 1):
         for n in sizes:
-            feeds = [(0, cache, [i % model.config.vocab_size]) for i, cache in enumerate(caches[:n])]
+            inputs = [(0, cache, [i % model.config.vocab_size]) for i, cache in enumerate(caches[:n])]
             started = time.perf_counter()
-            engine.run(feeds)
+            engine.run(inputs)
             times[n].append((time.perf_counter() - started) / steps)
             for cache in caches:
                 cache.rewind(1)
     return {n: median(values[1:]) for n, values in times.items()}
 
 
-def cost_of(rows: float, curve: dict[int, float]) -> float:
-    """The cost of a call with a number of rows, in a line between those that were measured."""
-    known = sorted(curve)
-    if rows <= known[0]:
-        return curve[known[0]]
-    for low, high in pairwise(known):
+def interpolate_cost(rows: float, curve: dict[int, float]) -> float:
+    """The cost of a call with a number of rows, interpolated linearly between the measured ones."""
+    sizes = sorted(curve)
+    if rows <= sizes[0]:
+        return curve[sizes[0]]
+    for low, high in pairwise(sizes):
         if rows <= high:
             return curve[low] + (curve[high] - curve[low]) * (rows - low) / (high - low)
-    return curve[known[-1]] * rows / known[-1]
+    return curve[sizes[-1]] * rows / sizes[-1]
 
 
 def choose_policy(model: LoopedGPT, max_num_seqs: int, curve: dict[int, float] | None = None) -> tuple[str, str]:
-    """The policy with the lower cost of a row's step, and the reason in words.
+    """The policy with the lower cost of one loop step of one row, and an explanation to print.
 
-    In lockstep rows leave a loop one after the other, so calls grow small towards its end. By depth rows are spread over the groups, so
-    every call has about max_num_seqs / groups of them. The curve is measured where none is given.
+    In lockstep, rows exit a loop one after the other, so its last calls have few rows. With `depth`, rows are spread over the groups, so
+    every call has about max_num_seqs / n_groups rows. The cost curve is measured unless it is given.
     """
     if not model.config.n_groups:
         return "lockstep", "lockstep (the model has no loops)"
     curve = curve or cost_curve(model, max_num_seqs)
     low, high = EXPECTED_STEPS
-    left = [max_num_seqs * (min(high, high - k + 1) / (high - low + 1) if k > low else 1.0) for k in range(1, high + 1)]
-    lockstep = sum(cost_of(n, curve) for n in left) / sum(left)
-    part = max_num_seqs / max(1, model.config.n_groups)
-    depth = cost_of(part, curve) / max(1.0, part)
+    rows_left = [max_num_seqs * (min(high, high - k + 1) / (high - low + 1) if k > low else 1.0) for k in range(1, high + 1)]
+    lockstep = sum(interpolate_cost(n, curve) for n in rows_left) / sum(rows_left)
+    rows_per_call = max_num_seqs / max(1, model.config.n_groups)
+    depth = interpolate_cost(rows_per_call, curve) / max(1.0, rows_per_call)
     policy = "depth" if depth < MIN_GAIN * lockstep else "lockstep"
-    shown = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in curve.items())
+    points = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in curve.items())
     costs = f"a row's step {1e6 * lockstep:.0f} us in lockstep, {1e6 * depth:.0f} us by depth"
-    return policy, f"{policy} (ms of a loop step by rows {shown}; {costs})"
+    return policy, f"{policy} (ms of a loop step by rows {points}; {costs})"

@@ -1,7 +1,7 @@
-"""Rows: tokens that share the engine's calls, each with its sequence, position, group and step.
+"""Rows of a batch: tokens of several sequences whose states are stacked in one tensor (N, C).
 
-A group's weights are the same at every step, so rows of different sequences, and of different depths, can share one matmul. Only
-attention tells them apart: every row attends to its own sequence's keys and values, through views.
+A group's weights are the same at every loop step, so tokens of different sequences and at different steps can share one matmul. In
+attention each row reads the keys and values of its own sequence.
 
 Shapes: N rows.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twoscale.engine.cache import Cache, Place
+from twoscale.engine.cache import Cache, Positions
 from twoscale.engine.kernels import Kernels, RowKernels
 from twoscale.model.group import Layers
 from twoscale.model.layers import Rope
@@ -23,122 +23,124 @@ from twoscale.model.layers import Rope
 
 @dataclass(slots=True)
 class Part:
-    """The rows of one sequence that go through the network together: one token, or a chunk of a prompt."""
+    """The rows of one sequence in a batch: one token in decode, or a chunk of the prompt in prefill."""
 
-    sequence: int
-    """Place in the caller's batch."""
+    batch_index: int
+    """Index of the sequence in the caller's batch."""
     cache: Cache
-    at: Place
-    """The rows' positions."""
+    at: Positions
+    """Positions of the rows in the sequence."""
     count: int
+    """Number of rows."""
     end: int
-    """Positions 0 .. end - 1 can be attended to."""
+    """The rows attend to positions 0 .. end - 1 at most."""
     k: int = 0
-    """Applications of the current group's map so far."""
+    """Loop steps taken in the current group."""
     causal: bool = False
-    """Whether the rows are all of positions 0 .. end - 1, and need no mask."""
-    owner: Any = None
-    """What the rows belong to, for whoever made the part."""
+    """Whether the rows are exactly the positions 0 .. end - 1, so that a plain causal mask is right."""
+    in_flight: Any = None
+    """The `InFlight` of a `Batch` that the rows belong to."""
 
 
-def part_of(sequence: int, cache: Cache, first: int, count: int, owner: Any = None) -> Part:
-    """The part for `count` tokens from position `first` on."""
+def make_part(batch_index: int, cache: Cache, first: int, count: int, in_flight: Any = None) -> Part:
+    """The part of `count` tokens from position `first` on."""
     at = first if count == 1 else slice(first, first + count)
-    return Part(sequence, cache, at, count, first + count, causal=count > 1 and first == 0, owner=owner)
+    return Part(batch_index, cache, at, count, first + count, causal=count > 1 and first == 0, in_flight=in_flight)
 
 
 class Rows:
-    """Parts of sequences, one after the other; row tensors are stacked in this order."""
+    """The parts of several sequences. Row tensors are stacked in the order of the parts."""
 
     def __init__(self, parts: list[Part], ids: Tensor, kernels: Kernels) -> None:
-        """`ids` is int64 (2, N): the rows' positions and tokens."""
+        """`ids` is int64 (2, N): positions and tokens of the rows."""
         self.parts, self.ids, self.kernels = parts, ids, kernels
         self.positions, self.tokens = ids.unbind()
         self.n = ids.shape[1]
         self.rope: tuple[Rope | None] | None = None
-        """Rotary angles, once they have been computed; see `Engine.rope`."""
+        """Rotary angles, cached by `Engine.rope`; None: not computed yet, (None,): the model has none."""
 
     def __len__(self) -> int:
         return self.n
 
     @property
     def k(self) -> Tensor:
-        """Applications so far, (N,)."""
-        return self._each([part.k for part in self.parts])
+        """Loop steps taken in the current group, int64 (N,)."""
+        return self._per_row([part.k for part in self.parts])
 
     @property
     def same_k(self) -> int | None:
-        """Applications so far where all rows have the same."""
+        """Loop steps taken if all rows have the same number, else None."""
         first = self.parts[0].k
         return first if len(self.parts) == 1 or all(part.k == first for part in self.parts) else None
 
     @cached_property
     def sequences(self) -> Tensor:
-        return self._each([part.sequence for part in self.parts])
+        """Index in the caller's batch of each row's sequence, (N,)."""
+        return self._per_row([part.batch_index for part in self.parts])
 
     @cached_property
-    def owners(self) -> Tensor:
-        """The number of each row's part, (N,)."""
-        return self._each(list(range(len(self.parts))))
+    def part_indices(self) -> Tensor:
+        """Index of each row's part, (N,)."""
+        return self._per_row(list(range(len(self.parts))))
 
     @cached_property
     def longest(self) -> int:
+        """The largest number of positions that a row may attend to."""
         return max(part.end for part in self.parts)
 
     @property
-    def one_each(self) -> bool:
-        """Whether every part is a single token."""
+    def one_row_per_part(self) -> bool:
+        """Whether every part is a single row."""
         return len(self.parts) == self.n
 
-    def _each(self, values: list[int]) -> Tensor:
+    def _per_row(self, values: list[int]) -> Tensor:
         each = torch.tensor(values, device=self.ids.device)
-        if self.one_each:
+        if self.one_row_per_part:
             return each
         return each.repeat_interleave(torch.tensor([part.count for part in self.parts], device=self.ids.device))
 
-    def take(self, stay: Tensor) -> "Rows":
-        """Only the rows of `stay`, ascending int64."""
-        if self.one_each:
-            parts = [self.parts[i] for i in stay.tolist()]
+    def select(self, index: Tensor) -> "Rows":
+        """The rows with these indices (ascending int64)."""
+        if self.one_row_per_part:
+            parts = [self.parts[i] for i in index.tolist()]
         else:
             parts = []
-            for part, chosen in self._pieces(stay):
-                if len(chosen) == part.count:
+            for part, low, high in self._rows_by_part(index.tolist()):
+                if high - low == part.count:
                     parts.append(part)
-                elif len(chosen):
-                    parts.append(_some(part, self.positions[chosen]))
-        return Rows(parts, self.ids[:, stay], self.kernels)
+                elif high > low:
+                    parts.append(_subset(part, self.positions[index[low:high]]))
+        return Rows(parts, self.ids[:, index], self.kernels)
 
-    def join(self, others: "Rows") -> "Rows":
-        """These rows, then the others."""
+    def concat(self, others: "Rows") -> "Rows":
+        """These rows followed by the others."""
         return Rows(self.parts + others.parts, torch.cat((self.ids, others.ids), dim=1), self.kernels)
 
-    def settle(self, layers: range) -> None:
-        """These rows have taken their last step in these layers: what they wrote is what deeper steps find."""
+    def fill_deeper_levels(self, layers: range) -> None:
+        """The rows exit the loop: in these layers copy their last keys and values to all deeper levels."""
         for part in self.parts:
             for layer in layers:
-                part.cache.layers[layer].settle(part.k, part.at)
+                part.cache.layers[layer].fill_deeper_levels(part.k, part.at)
 
-    def _pieces(self, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
-        """Each part and those of its rows that are among `rows`."""
-        numbers = rows.tolist()
+    def _rows_by_part(self, rows: list[int]) -> Iterator[tuple[Part, int, int]]:
+        """For each part, the range low .. high - 1 of the given row indices (ascending) that belong to it."""
         first = low = 0
         for part in self.parts:
-            high = bisect_left(numbers, first + part.count, low)
-            yield part, rows[low:high]
+            high = bisect_left(rows, first + part.count, low)
+            yield part, low, high
             first, low = first + part.count, high
 
     @cached_property
-    def _bound(self) -> RowKernels:
+    def _row_kernels(self) -> RowKernels:
         return self.kernels.bind(self)
 
     def attention(self, first_layer: int, layers: int) -> Layers:
-        """The attention of `layers` layers from `first_layer` on: rows write their keys and values, and attend to their own sequence."""
-        return [self._bound.attention(first_layer + i) for i in range(layers)].__getitem__
+        """The attention functions of `layers` layers from `first_layer` on. They write keys and values to the caches."""
+        return [self._row_kernels.attention(first_layer + i) for i in range(layers)].__getitem__
 
 
-def joined(several: Iterable[Rows]) -> Rows:
-    """All of them as one, in order."""
+def concat_rows(several: Iterable[Rows]) -> Rows:
+    """All rows in order."""
     first, *others = several
     if not others:
         return first
@@ -146,8 +148,8 @@ def joined(several: Iterable[Rows]) -> Rows:
     return Rows(parts, torch.cat([rows.ids for rows in (first, *others)], dim=1), first.kernels)
 
 
-def _some(part: Part, positions: Tensor) -> Part:
-    """Some rows of a part: what a token attends to does not change when others leave."""
+def _subset(part: Part, positions: Tensor) -> Part:
+    """The rows of a part at these positions."""
     last = int(positions[-1])
-    at: Place = last if len(positions) == 1 else positions
-    return Part(part.sequence, part.cache, at, len(positions), last + 1, part.k, owner=part.owner)
+    at: Positions = last if len(positions) == 1 else positions
+    return Part(part.batch_index, part.cache, at, len(positions), last + 1, part.k, in_flight=part.in_flight)

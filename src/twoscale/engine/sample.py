@@ -1,7 +1,7 @@
-"""The next tokens from logits: the most likely ones, or draws that are functions of their keys.
+"""Sampling: the next tokens of a batch from its logits, greedy or random.
 
-All rows go through one call, each with its own settings. A row's token depends on its own logits, settings and key alone: the
-key of a draw is (seed, stream, index), so neither the batch nor the order of requests changes it.
+All rows are sampled in one call, each with its own parameters. A row's token depends only on its own logits, parameters and random key
+(seed, sample_index, token_index), so neither the batch nor the order of requests changes it.
 
 Shapes: N rows, V vocabulary.
 """
@@ -16,15 +16,15 @@ from twoscale.engine.kernels.library import Library, floats, native, pointer, th
 from twoscale.engine.request import Draw
 
 _MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
-_ROUNDING = 1e-6  # top_p is reached up to the rounding of fp32 weights
+_ROUNDING = 1e-6  # relative tolerance of top_p, for the rounding of fp32 weights
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What `sample` found."""
+    """The result of `sample`."""
 
     tokens: list[int]
-    """One for each row; 0 where the row is not finite."""
+    """One for each row; 0 if the row is not finite."""
     finite: list[bool]
     """Whether all logits of the row are finite."""
 
@@ -34,57 +34,57 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     if len(draws) != logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits and {len(draws)} draws")
     library = native() if logits.device.type == "cpu" else None
-    return _by_torch(logits, draws) if library is None else _by_kernel(library, logits, draws)
+    return _sample_torch(logits, draws) if library is None else _sample_native(library, logits, draws)
 
 
-def _by_kernel(library: Library, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def _sample_native(library: Library, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """One call of sample.c for all rows."""
     n, V = logits.shape
     logits = logits.to(torch.float32).contiguous()
-    # Temperatures below 1e-30 have no fp32 inverse, and take the most likely token anyway.
+    # A temperature below 1e-30 has no fp32 inverse; it gives the most likely token anyway.
     temperature = [max(d.params.temperature, 1e-30) if d.params.temperature else 0.0 for d in draws]
     top_k = [min(d.params.top_k or 0, V) for d in draws]
     top_p = [1.0 if d.params.top_p is None else d.params.top_p for d in draws]
     u = [d.uniform if d.params.temperature else 0.5 for d in draws]
     threads = min(n, threads_to_use())
     size = threads * (4 * V + 2 * -(-V // 64))
-    tokens, finite = _numbers([0] * n, torch.int64), _numbers([0] * n, torch.int32)
+    tokens, finite = _tensor([0] * n, torch.int64), _tensor([0] * n, torch.int32)
     settings = (
-        _numbers(temperature, torch.float32),
-        _numbers(top_k, torch.int32),
-        _numbers(top_p, torch.float64),
-        _numbers(u, torch.float64),
+        _tensor(temperature, torch.float32),
+        _tensor(top_k, torch.int32),
+        _tensor(top_p, torch.float64),
+        _tensor(u, torch.float64),
     )
-    work = floats(size)
-    places = [pointer(x, n, x.dtype) for x in (*settings, tokens, finite)]
-    library.sample(threads, n, V, pointer(logits, n * V), *places[:4], pointer(work, size), *places[4:])
+    scratch = floats(size)
+    addresses = [pointer(x, n, x.dtype) for x in (*settings, tokens, finite)]
+    library.sample(threads, n, V, pointer(logits, n * V), *addresses[:4], pointer(scratch, size), *addresses[4:])
     return Sampled(tokens.tolist(), [bool(f) for f in finite.tolist()])
 
 
-def _numbers(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+def _tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu")
 
 
-def _by_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
-    """The same by torch's operators, in fp64: what GPUs take, and the reference for the kernel."""
+def _sample_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+    """The same with torch's operators in fp64: for GPUs, and the reference for the kernel."""
     finite = logits.isfinite().all(dim=1)
     tokens = logits.argmax(dim=1)
-    drawn = [i for i, d in enumerate(draws) if d.params.temperature and d.params.top_k != 1]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        tokens[rows] = _draw([draws[i] for i in drawn], logits[rows].double().nan_to_num_())
+    sampled_rows = [i for i, d in enumerate(draws) if d.params.temperature and d.params.top_k != 1]
+    if sampled_rows:
+        rows = torch.tensor(sampled_rows, device=logits.device)
+        tokens[rows] = _draw([draws[i] for i in sampled_rows], logits[rows].double().nan_to_num_())
     return Sampled(tokens.masked_fill(~finite, 0).tolist(), finite.tolist())
 
 
 def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
-    """Tokens (N,) by the cumulative sum of weights in vocabulary order; temperatures are above zero."""
+    """Tokens (N,) by inverse transform sampling in vocabulary order; all temperatures are above zero."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     V = logits.shape[1]
-    depth = (logits - logits.amax(dim=1, keepdim=True)) / column([max(d.params.temperature, 1e-30) for d in draws])
-    weights = depth.exp().masked_fill_(depth < _MIN_LOG_WEIGHT, 0.0)
+    z = (logits - logits.amax(dim=1, keepdim=True)) / column([max(d.params.temperature, 1e-30) for d in draws])
+    weights = z.exp().masked_fill_(z < _MIN_LOG_WEIGHT, 0.0)
     top_k = [min(d.params.top_k or V, V) for d in draws]
     top_p = [1.0 if d.params.top_p is None else d.params.top_p for d in draws]
     if min(top_k) < V or min(top_p) < 1:
@@ -97,5 +97,5 @@ def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
         weights = torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill_(~kept, 0.0))
     total = weights.cumsum(dim=1)
     chosen = torch.searchsorted(total, column([d.uniform for d in draws]) * total[:, -1:], right=True)[:, 0]
-    last = V - 1 - (weights.flip(1) > 0).to(torch.int8).argmax(dim=1)  # rounding must not lead past the last token with weight
+    last = V - 1 - (weights.flip(1) > 0).to(torch.int8).argmax(dim=1)  # rounding must not select a token after the last one with weight
     return torch.minimum(chosen, last)

@@ -1,4 +1,4 @@
-"""The scheduler: the one driver of all decoding. Requests share the engine's calls, and a row that has left a loop costs nothing.
+"""The scheduler: drives all decoding. It admits requests, forms batches and samples tokens until all requests are done.
 
     scheduler = Scheduler(model)
     scheduler.add(request)
@@ -6,9 +6,8 @@
         pass
     request.tokens
 
-What a request gets never depends on who else is served: rows attend to their own sequence alone, the kernels sum in one order, and all
-settings travel with the rows. Which rows share a call is the policy's choice (`policy`); which requests go first, and what each client may
-hold, is decided in `fair`.
+The result of a request does not depend on other requests: rows attend to their own sequence only, the kernels sum in a fixed order, and
+all parameters belong to the request. `policy` decides which rows share a call, `fair` which requests go first and what a client may use.
 """
 
 import logging
@@ -23,50 +22,51 @@ from dataclasses import dataclass, field
 import torch
 
 from twoscale.config import UserError
+from twoscale.engine.batch import Batch, InFlight
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.engine import Engine
-from twoscale.engine.fair import QUANTUM, FairShares, select
+from twoscale.engine.fair import QUANTUM, FairShares, select_for_batch
 from twoscale.engine.kernels import DecodeCopy, KernelName
-from twoscale.engine.pipeline import InFlight, Pipeline
 from twoscale.engine.policy import policy_of
-from twoscale.engine.request import Request, Share
+from twoscale.engine.request import Client, Request
 from twoscale.engine.rows import Rows
 from twoscale.engine.sample import sample
 from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
-PREFILL_CHUNK = 64  # tokens of prompts that enter together, so that requests in decode do not wait long for those in prefill
-ROUNDS_AHEAD = 2.0  # tokens at the default depth: a round that is ahead of a request by more work than this does not keep it waiting
+PREFILL_CHUNK = 64  # prompt tokens in one batch: chunked prefill, so that requests in decode do not wait long
+MAX_TOKENS_AHEAD = 2.0  # an idle request starts a batch of its own if all batches are ahead of it by the service of so many tokens
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
 
 
 @dataclass
 class Counters:
-    """What has been done so far."""
+    """Statistics since the start."""
 
     calls: int = 0
-    """Calls of the engine that rows shared: steps of loops, and passes of plain stages."""
+    """Calls of the engine: loop steps, and passes through plain stages."""
     rows: int = 0
-    """Rows in all these calls."""
+    """Rows of all calls together."""
     tokens: int = 0
-    """New tokens."""
-    passed: int = 0
-    """Tokens that went through the network, those of prompts included."""
+    """Generated tokens."""
+    processed_tokens: int = 0
+    """Tokens whose forward pass is done, prompts included."""
     engine_seconds: float = 0.0
     finished: int = 0
-    steps: list[int] = field(default_factory=list)
-    """Applications of each group's map to one token."""
+    """Requests that were started and have ended, for any reason."""
+    loop_steps: list[int] = field(default_factory=list)
+    """For each group, the loop steps of all tokens."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """What happens in here is the engine's time."""
+        """Count the time of the block as `engine_seconds`."""
         started = time.perf_counter()
         yield
         self.engine_seconds += time.perf_counter() - started
 
 
 class Scheduler:
-    """Takes requests from any thread; `step` does the work, in one thread."""
+    """Requests may be added from any thread; `step` must be called from one thread."""
 
     def __init__(
         self,
@@ -78,87 +78,88 @@ class Scheduler:
         prefill_chunk: int = PREFILL_CHUNK,
         isolate_errors: bool = True,
         kernels: KernelName = "auto",
-        copy: DecodeCopy | None = None,
+        decode_copy: DecodeCopy | None = None,
     ) -> None:
-        """`max_num_seqs` texts may have rows in flight, and the caches of running requests may come to hold `cache_bytes`.
+        """A batch has at most `max_num_seqs` sequences, and the caches of running requests take at most `cache_bytes`.
 
-        With `isolate_errors` an exception ends the requests that it came of, and the others go on; without it `step` raises it. `copy` is
-        the model's copy for decoding, for a caller who has one.
+        With `isolate_errors` an exception ends the request that caused it, or its batch if that is not known, and the others go on; without
+        it `step` raises it. `decode_copy` is as for `Engine`.
         """
-        self.engine, self.policy = Engine(model, kernels=kernels, copy=copy), policy_of(policy)
+        self.engine, self.policy = Engine(model, kernels=kernels, decode_copy=decode_copy), policy_of(policy)
         self.max_num_seqs, self.cache_bytes, self.prefill_chunk = max_num_seqs, cache_bytes, prefill_chunk
         self.isolate_errors = isolate_errors
-        self.counters = Counters(steps=self.engine.work)
+        self.counters = Counters(loop_steps=self.engine.loop_steps)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.fair = FairShares()
-        self.pipelines: list[Pipeline] = []
+        self.batches: list[Batch] = []
         self.max_cache_bytes = 0
-        """The most bytes that the caches of all running requests have held."""
+        """Peak memory of the caches of all running requests."""
         layers = [len(stage) * (1 if group is None else model.config.mean_loops) for stage, group in model.config.stages]
-        self._overtake = ROUNDS_AHEAD * sum(layers)
+        self._max_lead = MAX_TOKENS_AHEAD * sum(layers)
         self._in_flight: set[Request] = set()
-        self._arrived = False
+        self._new_arrivals = False
         self._lock = threading.Lock()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Put a request at the end of the queue; UserError where it can never be served."""
+        """Put a request at the end of the queue; UserError if it can never be served."""
         self.check(request)
         with self._lock:
             self.waiting.append(request)
-            self._arrived = True
+            self._new_arrivals = True
 
     def check(self, request: Request) -> None:
-        """UserError where a request can never be served."""
+        """UserError if a request can never be served."""
         config, n, new = self.engine.config, len(request.prompt), request.sampling.max_new_tokens
         if not n:
             raise UserError("the prompt is empty: give at least one token")
         if request.capacity > config.block_size:
-            room = config.block_size - n + 1  # the last new token is never read
-            hint = f"ask for at most {room} new ones, or shorten the prompt" if room > 0 else "shorten the prompt"
+            max_new = config.block_size - n + 1  # the last new token is never read
+            hint = f"ask for at most {max_new} new ones, or shorten the prompt" if max_new > 0 else "shorten the prompt"
             raise UserError(f"a prompt of {n} tokens and {new} new ones do not fit the context of {config.block_size} tokens: {hint}")
         if self._bytes(request) > self.cache_bytes:
             raise UserError("this request needs more memory for keys and values than there is: ask for fewer tokens or loops")
 
     @property
-    def held(self) -> int:
-        """Bytes of keys and values that the running requests may come to hold."""
-        return self.fair.held.total()
+    def reserved_bytes(self) -> int:
+        """Cache bytes that the running requests need at their full length."""
+        return self.fair.reserved.total()
 
-    def abandon(self) -> list[Request]:
-        """All requests, which will not be served any more."""
+    def remove_all(self) -> list[Request]:
+        """Remove all requests and return them."""
         with self._lock:
             requests = [*self.running, *self.waiting]
-            self.running, self.waiting, self.pipelines = [], deque(), []
+            self.running, self.waiting, self.batches = [], deque(), []
             self._in_flight = set()
         return requests
 
     def _bytes(self, request: Request) -> int:
+        """Cache bytes of a request at its full length and depth."""
         return request.capacity * bytes_per_token(self.engine.config, request.params)
 
-    # -- the driver ----------------------------------------------------------------------------------------------
+    # -- stepping ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Some calls of the engine for the requests whose turn it is; False where there is nothing to do."""
+        """Admit requests and make some calls of the engine for one batch; False if there is nothing to do."""
         self._drop_cancelled()
         self._admit()
         if not self.running:
             return False
         involved: Sequence[Request] = ()
         try:
-            pipeline, limit = self._next_pipeline()
-            involved = [f.request for f in pipeline.flights if f.request is not None]
-            done = self._advance(pipeline, limit)
-            failures, pipeline.failures = pipeline.failures, []
+            batch, limit = self._next_batch()
+            involved = [f.request for f in batch.in_flight if f.request is not None]
+            done = self._advance(batch, limit)
+            failures, batch.failures = batch.failures, []
             for request, error in failures:
                 if not self.isolate_errors:
                     raise error
-                LOG.error("an exit rule has failed", exc_info=error)
-                self._end(request, "error", error)
-            self._extend(flight for flight in done if flight.request in self.running)
-        except Exception as error:  # it came of these requests: the others go on
+                LOG.error("a request has failed", exc_info=error)
+                self._finish(request, "error", error)
+            self._append_tokens(item for item in done if item.request in self.running)
+        except Exception as error:  # the cause may be any request of this batch; the others go on
             if not self.isolate_errors:
                 raise
             if not isinstance(error, UserError):
@@ -166,126 +167,126 @@ class Scheduler:
             self._fail(involved or list(self.running), error)
         return True
 
-    def _next_pipeline(self) -> tuple[Pipeline, float]:
-        """Where the next call happens, and the virtual time at which others are to have their turn.
+    def _next_batch(self) -> tuple[Batch, float]:
+        """The batch to compute next, and the virtual time at which another batch is to be chosen.
 
-        Idle requests begin a round when there is none, or when all rounds in flight are far ahead of one of them; else they wait for the
-        round's end and join the next one. A policy that joins lets their tokens enter at any time.
+        Idle requests form a new batch if there is none, or if all batches are ahead of one of them by more than `_max_lead`. Otherwise they
+        wait until a batch ends. If the policy allows it, they join a running batch.
         """
         idle = [request for request in self.running if request not in self._in_flight]
-        work = {pipeline: min(share.work for share in pipeline.shares()) for pipeline in self.pipelines}
-        first = min(self.pipelines, key=lambda pipeline: work[pipeline], default=None)
-        rows = max(1, self.max_num_seqs - len(self._in_flight))
-        if idle and (first is None or min(r.share.work for r in idle) + self._overtake < work[first]):
-            first = Pipeline(self.engine)
-            self._enter(first, select(idle, rows))
-            self.pipelines.append(first)
-            work[first] = min(share.work for share in first.shares())
+        virtual_times = {batch: min(client.virtual_time for client in batch.clients()) for batch in self.batches}
+        first = min(self.batches, key=lambda batch: virtual_times[batch], default=None)
+        if idle and (first is None or min(r.client.virtual_time for r in idle) + self._max_lead < virtual_times[first]):
+            first = Batch(self.engine)
+            self._start_tokens(first, select_for_batch(idle, max(1, self.max_num_seqs - len(self._in_flight))))
+            self.batches.append(first)
+            virtual_times[first] = min(client.virtual_time for client in first.clients())
             idle = [request for request in idle if request not in self._in_flight]
-        elif idle and first is not None and self.policy.joins:
-            self._enter(first, select(idle, rows, [f.request for f in first.flights if f.request is not None]))
-            idle = []
+        elif idle and first is not None and self.policy.joins_running_batch:
+            joined = [f.request for f in first.in_flight if f.request is not None]
+            self._start_tokens(first, select_for_batch(idle, max(0, self.max_num_seqs - len(first)), joined))
+            idle = [request for request in idle if request not in self._in_flight]
         assert first is not None
-        self.fair.now = max(self.fair.now, work[first])
-        limits = [value + QUANTUM for pipeline, value in work.items() if pipeline is not first]
-        limits += [request.share.work + self._overtake for request in idle]
+        self.fair.virtual_time = max(self.fair.virtual_time, virtual_times[first])
+        limits = [value + QUANTUM for batch, value in virtual_times.items() if batch is not first]
+        limits += [request.client.virtual_time + self._max_lead for request in idle]
         return first, min(limits, default=math.inf)
 
-    def _enter(self, pipeline: Pipeline, requests: Sequence[Request]) -> None:
-        """The next tokens of requests enter a pipeline, prompts in chunks."""
-        room = self.prefill_chunk - sum(f.part.count for f in pipeline.flights if f.part.count > 1)
+    def _start_tokens(self, batch: Batch, requests: Sequence[Request]) -> None:
+        """Add the next tokens of requests to a batch, prompts in chunks."""
+        budget = self.prefill_chunk - sum(f.part.count for f in batch.in_flight if f.part.count > 1)
         entries = []
         for request in requests:
-            if request.in_prefill and room <= 0:
-                continue  # its chunk comes later
+            if request.in_prefill and budget <= 0:
+                continue  # in a later batch
             new = request.next_tokens(self.prefill_chunk)
-            room -= len(new) if request.in_prefill else 0
+            budget -= len(new) if request.in_prefill else 0
             assert request.cache is not None
-            entries.append((request.sequence, request.cache, new, request))
+            entries.append((request.batch_index, request.cache, new, request))
             self._in_flight.add(request)
         if entries:
             with torch.inference_mode():
-                pipeline.enter(entries)
+                batch.enter(entries)
 
     @torch.inference_mode()
-    def _advance(self, pipeline: Pipeline, limit: float) -> list[InFlight]:
-        """Calls of the engine, until tokens are through, another request has arrived, or it is the others' turn."""
+    def _advance(self, batch: Batch, limit: float) -> list[InFlight]:
+        """Calls of the engine until tokens have reached the end of the network, a request has arrived, or `limit` is exceeded."""
         policy, counters = self.policy, self.counters
-        shares = set(pipeline.shares())
-        one = next(iter(shares)) if len(shares) == 1 else None
+        clients = set(batch.clients())
+        one = next(iter(clients)) if len(clients) == 1 else None
 
-        def go_on(rows: Rows, layers: int) -> bool:
+        def keep_going(rows: Rows, layers: int) -> bool:
             _charge(rows, layers, one)
-            if not policy.calls_at_once or self._arrived or pipeline.calls >= split_at:
+            if not policy.loop_until_exit or self._new_arrivals or batch.calls >= split_after_calls:
                 return False
-            return limit == math.inf or min(share.work for share in shares) <= limit
+            return limit == math.inf or min(client.virtual_time for client in clients) <= limit
 
         done: list[InFlight] = []
-        split_at = math.inf
-        calls, rows, started = pipeline.calls, pipeline.rows_called, time.perf_counter()
-        while pipeline.flights and not done:
-            split_at = policy.split_at(pipeline)
-            done = pipeline.advance(policy.stage(pipeline), go_on)
-            if pipeline.flights and pipeline.calls >= policy.split_at(pipeline):
-                self.pipelines.append(pipeline.split(pipeline.lowest))
+        split_after_calls = math.inf
+        calls, rows, started = batch.calls, batch.rows_computed, time.perf_counter()
+        while batch.in_flight and not done:
+            split_after_calls = policy.split_after_calls(batch)
+            done = batch.advance(policy.stage(batch), keep_going)
+            if batch.in_flight and batch.calls >= policy.split_after_calls(batch):
+                self.batches.append(batch.split(batch.earliest_stage))
                 break
             if (
-                pipeline.failures
-                or not policy.calls_at_once
-                or self._arrived
-                or (limit < math.inf and min(share.work for share in shares) > limit)
+                batch.failures
+                or not policy.loop_until_exit
+                or self._new_arrivals
+                or (limit < math.inf and min(client.virtual_time for client in clients) > limit)
             ):
                 break
         counters.engine_seconds += time.perf_counter() - started
-        counters.calls += pipeline.calls - calls
-        counters.rows += pipeline.rows_called - rows
-        if not pipeline.flights:
-            self.pipelines.remove(pipeline)
+        counters.calls += batch.calls - calls
+        counters.rows += batch.rows_computed - rows
+        if not batch.in_flight:
+            self.batches.remove(batch)
         return done
 
-    def _extend(self, done: Iterable[InFlight]) -> None:
-        """Tokens for the requests whose prompt is through."""
+    def _append_tokens(self, done: Iterable[InFlight]) -> None:
+        """Sample the next token of the requests whose prefill is done."""
         ready: list[tuple[Request, InFlight]] = []
-        for flight in done:
-            request = flight.request
+        for item in done:
+            request = item.request
             assert request is not None
             self._in_flight.discard(request)
             in_prefill = request.in_prefill
-            request.n_computed += flight.part.count
-            self.counters.passed += flight.part.count
+            request.n_computed += item.part.count
+            self.counters.processed_tokens += item.part.count
             if in_prefill:
-                request.prompt_steps += flight.steps_of_tokens()
+                request.prompt_steps += item.steps_of_tokens()
             if not request.in_prefill:
-                ready.append((request, flight))
+                ready.append((request, item))
         if not ready:
             return
         with torch.inference_mode(), self.counters.timed():
-            states = ready[0][1].x[-1:] if len(ready) == 1 else torch.stack([flight.x[-1] for _, flight in ready])
+            states = ready[0][1].x[-1:] if len(ready) == 1 else torch.stack([item.x[-1] for _, item in ready])
             logits = self.engine.model.head(states).float()
             sampled = sample(logits, [request.draw for request, _ in ready])
-        for i, (request, flight) in enumerate(ready):
+        for i, (request, item) in enumerate(ready):
             if not sampled.finite[i]:
-                self._end(request, "error", UserError(NOT_FINITE))
+                self._finish(request, "error", UserError(NOT_FINITE))
                 continue
-            request.append(sampled.tokens[i], logits[i], tuple(steps[-1] for steps in flight.steps))
+            request.append(sampled.tokens[i], logits[i], tuple(steps[-1] for steps in item.steps))
             self.counters.tokens += 1
             if not request.finish and request.on_token is not None:
-                request.on_token(request)  # which may end it
+                request.on_token(request)  # it may set `finish`
             if request.finish:
-                self._end(request, request.finish)
+                self._finish(request, request.finish)
 
-    # -- the ends ------------------------------------------------------------------------------------------------
+    # -- finishing -----------------------------------------------------------------------------------------------
 
-    def _end(self, request: Request, finish: str, error: Exception | None = None) -> None:
-        """A running request has ended, for whatever reason."""
+    def _finish(self, request: Request, finish: str, error: Exception | None = None) -> None:
+        """End a running request."""
         request.ended = time.perf_counter()
         if request in self._in_flight:
             self._in_flight.discard(request)
-            for pipeline in self.pipelines:
-                pipeline.drop(request)
-            self.pipelines = [pipeline for pipeline in self.pipelines if pipeline.flights]
-        held = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until one is given up
-        self.max_cache_bytes = max(self.max_cache_bytes, held)
+            for batch in self.batches:
+                batch.drop(request)
+            self.batches = [batch for batch in self.batches if batch.in_flight]
+        cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until a request ends
+        self.max_cache_bytes = max(self.max_cache_bytes, cache_bytes)
         self.running.remove(request)
         self.fair.end(request, self._bytes(request))
         request.cache = None
@@ -295,30 +296,31 @@ class Scheduler:
             request.on_token(request)
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
-        self.pipelines = [p for p in self.pipelines if not any(f.request in requests for f in p.flights)]
+        """End requests with an error, and drop their batches."""
+        self.batches = [p for p in self.batches if not any(f.request in requests for f in p.in_flight)]
         for request in requests:
             self._in_flight.discard(request)
             if request in self.running:
-                self._end(request, "error", error)
+                self._finish(request, "error", error)
 
     def _drop_cancelled(self) -> None:
-        """Requests that nobody waits for any more leave their place at once."""
+        """End the requests that were cancelled."""
         with self._lock:
-            gone = [request for request in self.waiting if request.cancelled]
-            if gone:
+            cancelled = [request for request in self.waiting if request.cancelled]
+            if cancelled:
                 self.waiting = deque(request for request in self.waiting if not request.cancelled)
-        for request in gone:
+        for request in cancelled:
             request.finish = "cancelled"
             if request.on_token is not None:
                 request.on_token(request)
         for request in [request for request in self.running if request.cancelled]:
-            self._end(request, "cancelled")
+            self._finish(request, "cancelled")
 
     def _admit(self) -> None:
-        """Let waiting requests begin, as long as there is room for them."""
+        """Start waiting requests as long as the limits allow it."""
         admitted = []
         with self._lock:
-            self._arrived = False
+            self._new_arrivals = False
             while self.waiting and (
                 request := self.fair.next(self.waiting, self.running, self.max_num_seqs, self.cache_bytes, self._bytes)
             ):
@@ -327,28 +329,29 @@ class Scheduler:
                 self.running.append(request)
                 admitted.append(request)
         if admitted:
-            self.engine.kernels.expect_sequences([request.capacity for request in self.running])
+            self.engine.kernels.hint_capacities([request.capacity for request in self.running])
         for request in admitted:
             try:
-                request.cache = self.engine.open(request.capacity, request.params)
+                request.cache = self.engine.new_cache(request.capacity, request.params)
+                request.cache.allocate()  # now, so that a failure belongs to this request
             except Exception as error:
                 if not self.isolate_errors:
                     raise
                 LOG.exception("a request could not begin")
-                self._end(request, "error", error)
+                self._finish(request, "error", error)
 
 
-def _charge(rows: Rows, layers: int, one: Share | None) -> None:
-    """A call took these rows through so many layers; `one` is their share if all have the same."""
+def _charge(rows: Rows, layers: int, one: Client | None) -> None:
+    """Charge the clients of rows for `layers` layers; `one` is the client if all rows have the same."""
     if one is not None:
-        one.work += rows.n * layers
+        one.virtual_time += rows.n * layers
         return
     for part in rows.parts:
-        part.owner.request.share.work += part.count * layers
+        part.in_flight.request.client.virtual_time += part.count * layers
 
 
 def run_until_done(scheduler: Scheduler, requests: Sequence[Request], after_step: Callable[[], object] | None = None) -> None:
-    """Add requests and step until all have ended; raises the first error."""
+    """Add requests and step until all have ended; raises the first error. `after_step` is called after each step."""
     for request in requests:
         scheduler.add(request)
     while scheduler.step():

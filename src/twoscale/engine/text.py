@@ -1,4 +1,4 @@
-"""Tokens become text as they come: whole characters only, cut where a stop string begins."""
+"""Incremental detokenization: complete characters only, cut before a stop string."""
 
 from collections.abc import Sequence
 
@@ -6,44 +6,44 @@ from twoscale.data import Pieces, Tokenizer
 
 
 class TextStream:
-    """The text of one answer, token by token."""
+    """The generated text of one sequence, token by token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (), hidden: frozenset[int] = frozenset()) -> None:
-        """`prompt` are the tokens before the answer; tokens of `hidden` (stop tokens) have no text."""
+        """`prompt` are the tokens before the generated ones; tokens of `hidden` (stop tokens) add no text."""
         self.pieces, self.stop, self.hidden = Pieces(tokenizer, prompt), stop, hidden
         self.text = ""
-        """All that may be shown so far."""
-        self.held = ""
-        """What might be the beginning of a stop string."""
+        """The text so far, without `pending`."""
+        self.pending = ""
+        """The end of the text that may be the beginning of a stop string."""
         self.offsets: list[int] = []
-        """Where the text of each token begins; tokens after a stop string are not counted."""
+        """Offset in the text at which each token begins; tokens after a stop string have none."""
         self.stopped = False
-        """Whether a stop string has ended the text."""
+        """Whether a stop string was found."""
 
     def add(self, token: int) -> str:
-        """The text that a token adds."""
+        """Append a token; returns the new text."""
         if self.stopped:
             return ""
         before = len(self.text)
-        self.offsets.append(before + len(self.held))
+        self.offsets.append(before + len(self.pending))
         if token not in self.hidden:
             self._add(self.pieces.add(token))
         return self.text[before:]
 
     def finish(self) -> str:
-        """The text that was held back, now that no more tokens come."""
+        """No more tokens will come; returns the pending text."""
         before = len(self.text)
         if not self.stopped:
             self._add(self.pieces.rest())
         if not self.stopped:
-            self.text, self.held = self.text + self.held, ""
+            self.text, self.pending = self.text + self.pending, ""
         return self.text[before:]
 
     def _add(self, piece: str) -> None:
-        text = self.held + piece
+        text = self.pending + piece
         found = [at for word in self.stop if (at := text.find(word)) >= 0]
         if found:
-            self.text, self.held, self.stopped = self.text + text[: min(found)], "", True
+            self.text, self.pending, self.stopped = self.text + text[: min(found)], "", True
             return
         keep = max((n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
-        self.text, self.held = self.text + text[: len(text) - keep], text[len(text) - keep :]
+        self.text, self.pending = self.text + text[: len(text) - keep], text[len(text) - keep :]

@@ -11,7 +11,7 @@ from twoscale.exits.rule import Numbers, Reading, Rule, StepView, Threshold, che
 
 @dataclass(frozen=True, kw_only=True)
 class Reads(Rule):
-    """A rule on p^(k), read by the `lens` (closing norm and head on the state) or through the `coda` (the layers after
+    """A rule on p^(k), read by the `lens` (final norm and head on the state) or through the `coda` (the layers after
     the last group, then norm and head). Reading through the coda takes the tokens of a sequence one after the other."""
 
     read: Reading = "lens"

@@ -69,7 +69,7 @@ class StepView:
     next to nothing beside the step.
     """
 
-    __slots__ = ("_after", "_before", "_kept", "_read", "group", "last", "numbers", "rows")
+    __slots__ = ("_after", "_before", "_index", "_kept", "_read", "group", "last", "numbers", "rows")
 
     def __init__(
         self,
@@ -80,10 +80,12 @@ class StepView:
         last: Tensor,
         read: Callable[[Tensor, Reading | Literal["gate"]], Tensor],
         numbers: Sequence[Numbers] | None = None,
+        index: Tensor | None = None,
     ) -> None:
+        """`last` is what the rule remembered of these tokens one step ago; NaN at a token's first step. With `index` (int64, (N,)) the
+        tokens are these rows of `before` and `after`, which are gathered when a rule asks for them."""
         self.group, self.rows, self.last, self._read, self.numbers = group, rows, last, read, numbers
-        # `last` is what the rule remembered of these tokens one step ago; NaN at a token's first step.
-        self._before, self._after = before, after
+        self._before, self._after, self._index = before, after, index
         self._kept: dict[str, Tensor] | None = None
 
     def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -94,13 +96,17 @@ class StepView:
             self._kept[name] = make()
         return self._kept[name]
 
+    def _rows_of(self, name: str, states: Tensor) -> Tensor:
+        index = self._index
+        return states if index is None else self._once(name, lambda: states.index_select(0, index))
+
     @property
     def before(self) -> Tensor:
-        return self._before.float()
+        return self._rows_of("before", self._before).float()
 
     @property
     def after(self) -> Tensor:
-        return self._after.float()
+        return self._rows_of("after", self._after).float()
 
     @property
     def k(self) -> Tensor | int:
@@ -135,18 +141,18 @@ class StepView:
 
     @property
     def log_probs(self) -> Tensor:
-        """What the model would say now, by closing norm and head on the state: log-probabilities (N, V)."""
-        return self._once("lens", lambda: torch.log_softmax(self._read(self._after, "lens").float(), dim=-1))
+        """What the model would say now, by final norm and head on the state: log-probabilities (N, V)."""
+        return self._once("lens", lambda: torch.log_softmax(self._read(self._rows_of("after", self._after), "lens").float(), dim=-1))
 
     @property
     def coda_log_probs(self) -> Tensor:
         """The same, with the layers after the last group run on the state first."""
-        return self._once("coda", lambda: torch.log_softmax(self._read(self._after, "coda").float(), dim=-1))
+        return self._once("coda", lambda: torch.log_softmax(self._read(self._rows_of("after", self._after), "coda").float(), dim=-1))
 
     @property
     def gate(self) -> Tensor:
         """How likely the group's learned gate makes it that the token leaves now: (N,)."""
-        return self._once("gate", lambda: self._read(self._after, "gate").float())
+        return self._once("gate", lambda: self._read(self._rows_of("after", self._after), "gate").float())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,25 +222,33 @@ def check_count(rule: Rule, name: str, value: object) -> None:
 class RuleState:
     """A rule at work in one group: what it remembers of each token, and how often each has passed in a row."""
 
-    def __init__(self, rule: Rule, meter: Meter | None = None) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.meter = meter if rule.follows_steps else None
-        self.last, self.first = torch.tensor(math.nan, dtype=torch.float32, device="cpu"), True
+        self.last = torch.tensor(math.nan, dtype=torch.float32, device="cpu")
         self.streak: Tensor | int = 0
 
-    def update(self, group: int, rows: Tokens, before: Tensor, after: Tensor, read: Callable[..., Tensor]) -> Tensor | bool:
-        """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all."""
-        rule, numbers = self.rule, None
+    def update(
+        self,
+        group: int,
+        rows: Tokens,
+        before: Tensor,
+        after: Tensor,
+        read: Callable[..., Tensor],
+        numbers: Sequence[Numbers] | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor | bool:
+        """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all.
+
+        `numbers` are a Meter's for a rule that follows steps; without them the rule's state remembers the steps. With `index` the tokens
+        are these rows of `before` and `after`.
+        """
+        rule = self.rule
         if self.last.device != after.device:
             self.last = self.last.to(after.device)
             self.streak = self.streak.to(after.device) if isinstance(self.streak, Tensor) else self.streak
-        if self.meter is not None:
-            if self.first:
-                self.last, self.first = torch.full_like(before, math.nan, dtype=torch.float32), False
-            numbers = self.meter(before, after, self.last)
-        view = StepView(group, rows, before, after, self.last, read, numbers)
+        view = StepView(group, rows, before, after, self.last, read, numbers, index)
         passed = rule.passes(rule.measure(view))
-        if numbers is None:  # a meter keeps the steps itself
+        if numbers is None:
             remembered = view.step if rule.follows_steps else rule.remember(view)
             if remembered is not None:
                 self.last = remembered

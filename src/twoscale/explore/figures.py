@@ -59,12 +59,14 @@ def _all(loops: Sequence[int]) -> str:
     return all_loops(loops[0]) if len(set(loops)) == 1 else f"all {' / '.join(map(str, loops))} loops"
 
 
-def legend(loops: Sequence[int]) -> str:
-    """The colours in words."""
+def legend(loops: Sequence[int], difference: bool = True) -> str:
+    """The colours in words; `difference`: there is a second text to differ from."""
+    mean = " (mean over groups)" if len(loops) > 1 or difference else ""
+    frame = "; a dashed frame marks the first difference" if difference else ""
     stops = ", ".join(step_colour(i / 10) for i in range(11))
     return (
         f"<div class='legend'><span>1 step</span><span class='ramp' style='background:linear-gradient(to right, {stops})'></span>"
-        f"<span>{max(loops)} steps (mean over groups); a dashed frame marks the first difference</span></div>"
+        f"<span>{max(loops)} steps{mean}{frame}</span></div>"
     )
 
 

@@ -1,23 +1,19 @@
 # mypy: disable-error-code="no-untyped-call, attr-defined"
 """The page itself, in Gradio: what is on it, and what happens when something is typed, moved or clicked."""
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-
 import gradio as gr
 
-from twoscale import exits
 from twoscale.config import UserError
 from twoscale.config.words import group_list, plural
-from twoscale.explore import figures
+from twoscale.explore import assets, figures, task_page
+from twoscale.explore.controls import exit_controls, loops_control, size_words
 from twoscale.explore.session import MAX_LOOPS, Inspection, Lane, Race, Session
 
-LOW, HIGH = -6.0, 2.0  # the threshold's slider, in powers of ten
 PROMPT = "The old man looked at the sea and"
 UPDATE = 0.05  # seconds between two looks at the texts
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]  # nothing is fetched from anywhere
@@ -34,15 +30,6 @@ CSS = """
 .said { border-collapse: collapse; font-size: .85rem; width: 100%; }
 .said td, .said th { padding: 2px 8px; text-align: left; white-space: nowrap; }
 .said .hit { font-weight: 700; } .said .left { background: rgba(213, 94, 0, .18); } summary { cursor: pointer; margin: 8px 0 4px; }
-"""
-
-CLICK = """
-const chosen = (event) => {
-  const token = event.target.closest('[data-i]');
-  if (token && (event.type === 'click' || event.key === 'Enter')) trigger('click', {index: Number(token.dataset.i)});
-};
-element.addEventListener('click', chosen);
-element.addEventListener('keydown', chosen);
 """
 
 
@@ -62,14 +49,17 @@ class Visit:
 
 
 def build(session: Session) -> gr.Blocks:
-    """The page of one model."""
+    """The page of one model: its text, or the samples of its task."""
+    return _text_page(session) if session.task is None else task_page.build(session)
+
+
+def _text_page(session: Session) -> gr.Blocks:
     c = session.model.config
-    size = sum(p.numel() for p in session.model.parameters())
     default_loops = session.calibrated[1] if session.calibrated is not None else c.mean_loops
     answer = max(1, min(100, session.room - len(session.tokenizer.encode(PROMPT))))
     with gr.Blocks(title=f"{session.name} · twoscale", analytics_enabled=False) as page:
         gr.Markdown(
-            f"## Watch **{session.name}** think\n{_count(size)} parameters · loop groups {group_list(session.groups)} · "
+            f"## Watch **{session.name}** think\n{size_words(session)} parameters · loop groups {group_list(session.groups)} · "
             f"default depth {plural(c.mean_loops, 'loop')} · context {plural(c.block_size, 'token')}. "
             f"Colours show how many loop steps each token took; click one to see why."
         )
@@ -90,13 +80,9 @@ def build(session: Session) -> gr.Blocks:
                 stop = gr.Button("Stop", elem_id="stop")
         with gr.Accordion("Settings", open=True), gr.Row():
             with gr.Column(min_width=260):
-                names = session.rules()
-                first = "calibrated" if "calibrated" in names else "acceleration"
-                rule = gr.Dropdown(names, value=first, label="Exit rule", elem_id="rule")
-                power = gr.Slider(LOW, HIGH, value=-1.0, step=0.05, label="Threshold: power of ten", elem_id="power")
-                mark = gr.HTML(threshold_words(session, first, -1.0), elem_id="mark")
+                rule, power = exit_controls(session, "acceleration", -1.0)
             with gr.Column(min_width=200):
-                loops = gr.Slider(2, MAX_LOOPS, value=max(2, min(default_loops, MAX_LOOPS)), step=1, label="Most loops", elem_id="loops")
+                loops = loops_control(default_loops)
                 kv = gr.Dropdown(["exact", "last", "ring:4"], value="exact", label="Keys and values kept", elem_id="kv")
             with gr.Column(min_width=200):
                 new = gr.Slider(1, max(2, session.room - 1), value=answer, step=1, label="New tokens", elem_id="new")
@@ -108,7 +94,7 @@ def build(session: Session) -> gr.Blocks:
             for name, title in (("quick", "With exits"), ("full", "All loops")):
                 with gr.Column(min_width=300):
                     gr.Markdown(f"#### {title}")
-                    box = gr.HTML("<div class='text'></div>", js_on_load=CLICK, elem_id=name, apply_default_css=False)
+                    box = gr.HTML("<div class='text'></div>", js_on_load=assets.CLICK, elem_id=name, apply_default_css=False)
                     lanes[name] = box, gr.Markdown("", elem_id=f"{name}-words")
         legend = gr.HTML(figures.legend(c.loops_for(min(default_loops, MAX_LOOPS))))
         about = gr.Markdown("### Click a token to see how it was chosen", elem_id="about")
@@ -129,7 +115,6 @@ def build(session: Session) -> gr.Blocks:
 
         running = gr.on([prompt.submit, go.click], generate, settings, shown, concurrency_limit=1, show_progress="hidden")
         stop.click(None, None, None, cancels=[running], queue=False)
-        gr.on([rule.change, power.change], lambda r, p: threshold_words(session, r, p), [rule, power], mark, show_progress="hidden")
         looked = [visit, about, path, *curves, said, lanes["quick"][0], lanes["full"][0]]
         for name, (box, _) in lanes.items():
 
@@ -189,30 +174,13 @@ def _inspect(session: Session, visit: Visit, name: str, index: int, three: bool)
     return [visit, figures.inspection_words(found), figures.path_figure(found, three), *curves, figures.said_html(found), *_texts(visit)]
 
 
-def threshold_words(session: Session, rule: str, power: float) -> str:
-    """The threshold in figures, and where the calibrated ones are."""
-    note = "" if rule == "calibrated" else f"<div class='note'>{rule}: threshold {10.0**power:.3g}</div>"
-    if session.calibrated is None:
-        return note
-    rules = [session.calibrated[0].get(g) for g in range(session.model.config.n_groups)]
-    kinds = {type(r) for r in rules if r is not None}
-    if rule != "calibrated" and exits.NAMES[rule] not in kinds:
-        return note
-    name = next((n for n, kind in exits.NAMES.items() if kind in kinds), "")
-    return figures.calibrated_mark(name, [getattr(r, "tau", None) for r in rules], LOW, HIGH, session.groups) + note
-
-
-def _count(n: int) -> str:
-    return f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.1f}M"
-
-
 def launch(session: Session, host: str, port: int | None, block: bool = True) -> tuple[gr.Blocks, str]:
     """Serve the page; returns it and its address."""
     page = build(session)
     page.queue(default_concurrency_limit=1, max_size=32)
     theme = gr.themes.Default(font=FONTS, font_mono=["ui-monospace", "Consolas", "monospace"])
     _, address, _ = page.launch(
-        server_name=host, server_port=port, prevent_thread_lock=not block, quiet=True, css=CSS, theme=theme, share=False, footer_links=[],
-        max_file_size="1mb", ssr_mode=False,
+        server_name=host, server_port=port, prevent_thread_lock=not block, quiet=True, css=CSS + assets.TASK_CSS, theme=theme,
+        share=False, footer_links=[], max_file_size="1mb", ssr_mode=False,
     )  # fmt: skip
     return page, address

@@ -1,4 +1,4 @@
-"""What the explorer computes, without any page: two texts in a race, and one token looked at closely.
+"""What the explorer computes, without any page: two texts in a race, and one token looked at closely. Tasks: see `answers`.
 
 Shapes: G group, K loop step, C width, V vocabulary.
 """
@@ -19,6 +19,7 @@ from twoscale.engine import Request, SamplingParams, loop_params, stream
 from twoscale.geometry import pca, steps as step_statistics
 from twoscale.geometry.record import group_names
 from twoscale.model import LoopedGPT
+from twoscale.tasks.task import Task
 from twoscale.tracing import trace
 
 MAX_TOKENS = 512  # prompt and answer: bounds what one visitor can make us hold
@@ -117,23 +118,30 @@ class Session:
     """One model, opened for visitors."""
 
     def __init__(
-        self, model: LoopedGPT, tokenizer: Tokenizer, name: str, calibrated: tuple[Mapping[int, exits.Rule], int] | None = None
+        self,
+        model: LoopedGPT,
+        tokenizer: Tokenizer,
+        name: str,
+        calibrated: tuple[Mapping[int, exits.Rule], int] | None = None,
+        task: Task | None = None,
     ) -> None:
         if not model.config.n_groups:
             raise UserError(f"{name} has no loop groups: there is nothing to explore")
-        self.model, self.tokenizer, self.name, self.calibrated = model, tokenizer, name, calibrated
+        if task is not None:
+            _check_task(model, task, name)
+        self.model, self.tokenizer, self.name, self.calibrated, self.task = model, tokenizer, name, calibrated, task
         self.groups = group_names(model.config.groups)
         self.layers = [len(g) for g in model.config.groups]
         self._thread = ThreadPoolExecutor(1, "twoscale explorer")
 
-    def _compute(self, what: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def compute(self, what: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call something in the one thread that computes, whoever asks: a page serves every click from another one, and each would
         get OpenMP helpers of its own."""
         return self._thread.submit(what, *args, **kwargs).result()
 
     def warm_up(self) -> None:
         """Pack the weights and build what is built on first use, before the first visitor waits for it."""
-        self._compute(self._warm_up)
+        self.compute(self._warm_up)
 
     def _warm_up(self) -> None:
         for exit in (exits.Acceleration(1.0), None):
@@ -191,7 +199,7 @@ class Session:
     def _go_on(self, lane: Lane, tokens: Iterator[Request], spelt: Pieces) -> None:
         """One more token in one lane."""
         started = time.perf_counter()
-        now = self._compute(next, tokens, None)
+        now = self.compute(next, tokens, None)
         lane.seconds += time.perf_counter() - started
         if now is None:
             lane.done = True
@@ -208,24 +216,31 @@ class Session:
 
     def inspect(self, lane: Lane, index: int, loops: int, seed: int = 0) -> Inspection:
         """The pass that chose token `index` of a text, with all loop steps, whether they were taken or not."""
-        return self._compute(self._inspect, lane, index, loops, seed)
+        return self.compute(self._inspect, lane, index, loops, seed)
 
-    @torch.inference_mode()
     def _inspect(self, lane: Lane, index: int, loops: int, seed: int) -> Inspection:
         if not 1 <= index < len(lane.ids):
             raise UserError("nothing chose the first token: click a later one")
         taken = lane.steps[index]
         assert taken is not None
+        context = "".join(lane.pieces[max(0, index - 12) : index])
+        return self._examine(lane.ids[:index], lane.ids[index], lane.pieces[index], context, taken, loops, seed)
+
+    def examine(self, before: list[int], id: int, token: str, context: str, taken: tuple[int, ...], loops: int) -> Inspection:
+        """The pass over `before` that chose token `id`, with all loop steps, whether they were taken or not."""
+        return self.compute(self._examine, before, id, token, context, taken, loops, 0)
+
+    @torch.inference_mode()
+    def _examine(self, before: list[int], id: int, token: str, context: str, taken: tuple[int, ...], loops: int, seed: int) -> Inspection:
         counts = self.model.config.loops_for(max(2, min(loops, MAX_LOOPS)))
-        traced = trace(self.model, [lane.ids[:index]], loops=counts, seed=seed)
+        traced = trace(self.model, [before], loops=counts, seed=seed)
         states = [x[:, 0, -1] for x in traced.states]  # (K + 1, C) each
         frame = pca(states, 3)
         every = torch.stack(states)
         measured = step_statistics.Steps(every.transpose(0, 1))
-        said = [self._said(g, x[1:], lane.ids[index]) for g, x in enumerate(states)]
+        said = [self._said(g, x[1:], id) for g, x in enumerate(states)]
         return Inspection(
-            id=lane.ids[index], token=lane.pieces[index],
-            context="".join(lane.pieces[max(0, index - 12) : index]), groups=self.groups, taken=taken,
+            id=id, token=token, context=context, groups=self.groups, taken=taken,
             path=torch.stack([points.float() for points in frame]), explained=[float(x) for x in frame.explained],
             norms=measured.norms.T, cosines=measured.cosines.T, accelerations=measured.accelerations.T, said=said,
         )  # fmt: skip
@@ -238,3 +253,16 @@ class Session:
             Said(tokens, [self.tokenizer.decode([t]) for t in tokens], values, float(shares[k, chosen]))
             for k, (tokens, values) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         ]
+
+
+def _check_task(model: LoopedGPT, task: Task, name: str) -> None:
+    """An error where task.json lies beside the weights of another model."""
+    c = model.config
+    if c.vocab_size != task.vocab_size:
+        raise UserError(
+            f"{name}: task.json names the task {task.name} with {task.vocab_size} tokens, the model has {c.vocab_size}: it is of another"
+        )
+    if c.block_size < task.length:
+        raise UserError(
+            f"{name}: task.json names the task {task.name} with samples of {task.length} tokens, the model takes {c.block_size}"
+        )

@@ -1,9 +1,9 @@
 """Published looped models as LoopedGPT: what their config.json says, and where their weights go.
 
-Huginn (model_type huginn_raven): 2 plain layers, 4 that loop, 2 plain ones; [state; input] is injected by a learned map; the closing norm
+Huginn (model_type huginn_raven): 2 plain layers, 4 that loop, 2 plain ones; [state; input] is injected by a learned map; the final norm
 is also what the loop is left through; rotary pairs lie side by side, (0, 1), (2, 3), ..., ours half a head apart.
 
-Ouro (model_type ouro): the whole stack loops; norms on the branch; the closing norm after every loop; a gate says when to leave.
+Ouro (model_type ouro): the whole stack loops; norms on the branch; the final norm after every loop; a gate says when to leave.
 
 Llama and what is shaped like it (model_type llama, mistral): a plain decoder, no loops; `twoscale convert` makes groups of its layers.
 """

@@ -22,8 +22,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from twoscale.config import UserError
 from twoscale.data import Tokenizer
 from twoscale.engine import Request, SamplingParams, forward, loop_params
-from twoscale.engine.generate import follow, offline_scheduler
-from twoscale.engine.request import Share
+from twoscale.engine.generate import offline_scheduler, track_tokens
+from twoscale.engine.request import Client
 from twoscale.engine.scheduler import run_until_done
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        params, share = loop_params(self.looped, exit=self.exit, loops=self.loops), Share()
+        params, client = loop_params(self.looped, exit=self.exit, loops=self.loops), Client()
         own, streams = [], []
         for request in requests:
             prompt, options = request.args
@@ -109,8 +109,8 @@ class HarnessModel(TemplateLM):
                 stop_token_ids=frozenset({self.eot_token_id}),
                 stop=tuple(stop for stop in stops if stop),
             )
-            own.append(Request(ids, sampling, params, share=share))
-            streams.append(follow(own[-1], self.own_tokenizer))
+            own.append(Request(ids, sampling, params, client=client))
+            streams.append(track_tokens(own[-1], self.own_tokenizer))
         run_until_done(offline_scheduler(self.looped), own)
         for request in own:
             taken = torch.tensor(request.prompt_steps + request.steps[1:], dtype=torch.float64)

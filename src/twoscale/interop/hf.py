@@ -10,7 +10,7 @@ Padding may stand on either side; a row's answers never depend on it. `generate`
 registers the model with transformers' Auto classes, which then need no trust_remote_code and run no code of a folder.
 
 `output_hidden_states=True` gives the embedding, then the state after each stage (a run of plain layers, or a loop group: its state after
-the last step that a token took), all before the closing norm: len(config.stages) + 1 tensors (B, T, C), zero at padding.
+the last step that a token took), all before the final norm: len(config.stages) + 1 tensors (B, T, C), zero at padding.
 
 Shapes: B rows, T tokens, C width, V vocabulary, G group.
 """
@@ -56,7 +56,7 @@ class EngineCache:
     """Keys and values of a batch: the engine that made them, and one cache for each row."""
 
     def __init__(self, engine: Engine, params: LoopParams, rows: int, capacity: int) -> None:
-        self.engine, self.rows = engine, [engine.open(capacity, params) for _ in range(rows)]
+        self.engine, self.rows = engine, [engine.new_cache(capacity, params) for _ in range(rows)]
         self.seen = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -47,7 +47,7 @@ class PlainStage(nn.Module):
 
 
 class LoopedGPT(nn.Module):
-    """Embedding, stages (plain runs of layers and loop groups), closing norm, head."""
+    """Embedding, stages (plain runs of layers and loop groups), final norm, head."""
 
     def __init__(self, config: ModelConfig | RunConfig, seed: int | None = 0) -> None:
         """A fresh model; `seed=None` leaves the weights as they come, for a caller who fills them."""
@@ -56,7 +56,7 @@ class LoopedGPT(nn.Module):
         c = self.config
         self.wte = embedding(c.padded_vocab_size, c.n_embd)
         self.wpe = embedding(c.block_size, c.n_embd) if c.positions == "learned" else None
-        # With share_group_norm the closing norm exists even where the head does not read through it.
+        # With share_group_norm the final norm exists even where the head does not read through it.
         needed = c.final_norm or (c.share_group_norm and c.group_norm != "none")
         self.ln_f = RMSNorm(c.n_embd, c.norm_eps) if needed else None
         self.stages = nn.ModuleList(
@@ -110,7 +110,7 @@ class LoopedGPT(nn.Module):
         backprop_steps: int | None = None,
         recorder: Recorder | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The state before the closing norm (B, T, C), and the steps that each token took in each group (B, T, G)."""
+        """The state before the final norm (B, T, C), and the steps that each token took in each group (B, T, G)."""
         c = self.config
         B, T = ids.shape
         if not 0 < T <= c.block_size:

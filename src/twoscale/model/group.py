@@ -53,7 +53,7 @@ class Adapter(nn.Linear):
 class LoopGroup(nn.Module):
     """Layers that run K times on a state x, with the group's input e injected at every step."""
 
-    def __init__(self, config: ModelConfig, index: int, closing_norm: RMSNorm | None) -> None:
+    def __init__(self, config: ModelConfig, index: int, final_norm: RMSNorm | None) -> None:
         super().__init__()
         self.config, self.index = config, index
         self.blocks = nn.ModuleList(Block(config) for _ in config.groups[index])
@@ -61,7 +61,7 @@ class LoopGroup(nn.Module):
         self.gate = nn.Linear(config.n_embd, 1) if config.exit_gate and index == config.n_groups - 1 else None
         self.norm: RMSNorm | None = None
         if config.group_norm != "none":
-            self.norm = closing_norm if config.share_group_norm else RMSNorm(config.n_embd, config.norm_eps)
+            self.norm = final_norm if config.share_group_norm else RMSNorm(config.n_embd, config.norm_eps)
 
     # -- the map -------------------------------------------------------------------------------------------------
 
@@ -73,9 +73,10 @@ class LoopGroup(nn.Module):
 
     def project(self, x: Tensor, injected: Tensor | None) -> Tensor:
         """What the first layer of the group sees: A_g [x; e], x + e, or x."""
-        if self.adapter is not None:
+        adapter = self.adapter
+        if adapter is not None:
             # Under autocast the map gives half precision; the state itself stays as precise as it came.
-            x = self.adapter.of_state(x).type_as(x)
+            x = adapter.of_state(x).type_as(x)
         return x if injected is None else x + injected
 
     def step(self, x: Tensor, injected: Tensor | None, rope: Rope | None = None, layers: Layers = all_causal) -> Tensor:
@@ -83,13 +84,13 @@ class LoopGroup(nn.Module):
         x = self.project(x, injected)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, layers(i))
-        if self.norm is not None and self.config.group_norm == "step":
+        if self.config.group_norm == "step" and self.norm is not None:
             x = self.norm(x)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
         """What the next stage sees of the last state."""
-        return self.norm(x) if self.norm is not None and self.config.group_norm == "leave" else x
+        return self.norm(x) if self.config.group_norm == "leave" and self.norm is not None else x
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -116,11 +117,11 @@ class LoopGroup(nn.Module):
         first_tracked = loops - backprop_steps if backprop_steps is not None else 0
         for k in range(loops):
             with torch.set_grad_enabled(grad and k >= first_tracked):
-                x = self.step(x if fresh is None else self.stir(x, fresh(k)), injected, rope)
+                x = self.step(x if fresh is None else self.mix_noise(x, fresh(k)), injected, rope)
             if recorder is not None:
                 recorder.step(self.index, k + 1, x)
         return self.leave(x), torch.full(x.shape[:2], loops, device=x.device)
 
-    def stir(self, x: Tensor, noise: Tensor) -> Tensor:
+    def mix_noise(self, x: Tensor, noise: Tensor) -> Tensor:
         """The state before a step with noise mixed into it (noise="every_step")."""
         return torch.lerp(x, noise.to(x.dtype).expand_as(x), self.config.noise_mix)

@@ -52,9 +52,12 @@ def _mix(t: float, colours: Sequence[str] = _VIRIDIS) -> str:
     return "#" + "".join(f"{round(x + (y - x) * (place - i)):02X}" for x, y in zip(a, b, strict=True))
 
 
-def step_colour(share: float) -> str:
-    """The background of a token that took this share of the steps it might have taken: viridis, see-through for light and dark pages."""
-    return f"{_mix(min(1.0, max(0.0, share)), (*_VIRIDIS, '#FDE725'))}80"
+def step_colour(share: float, alpha: str = "80") -> str:
+    """The background of a token that took this share of the steps it might have taken: viridis, see-through for light and dark pages.
+
+    `alpha` is two hex digits, or empty for an opaque line in the same colour.
+    """
+    return f"{_mix(min(1.0, max(0.0, share)), (*_VIRIDIS, '#FDE725'))}{alpha}"
 
 
 def step_share(steps: Sequence[int], loops: Sequence[int]) -> float:

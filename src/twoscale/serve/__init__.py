@@ -1,1 +1,1 @@
-"""Many requests at once on the engine's rows."""
+"""The HTTP server: an OpenAI-compatible completions API in front of the engine's scheduler."""

@@ -1,4 +1,4 @@
-"""What comes in, as OpenAI's clients send it, with our additions: `exit`, `tau`, `loops` and `kv`."""
+"""The schema of a completion request (OpenAI's, plus `exit`, `tau`, `loops` and `kv`), and its conversion to engine requests."""
 
 import difflib
 import secrets
@@ -10,26 +10,27 @@ from pydantic_core import PydanticCustomError
 
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.engine.request import LoopParams, Request, SamplingParams, Share, loop_params
+from twoscale.engine.cache import parse_kv
+from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params
 from twoscale.model import LoopedGPT
 
-MAX_N, MAX_STOPS, MAX_STOP_IDS, MAX_PROMPTS, MAX_TEXTS, MAX_LOOPS = 16, 8, 64, 16, 64, 256
+MAX_N, MAX_STOPS, MAX_STOP_IDS, MAX_PROMPTS, MAX_SEQUENCES, MAX_LOOPS = 16, 8, 64, 16, 64, 256
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
-Word = Annotated[str, Field(max_length=200)]
-Count = Annotated[int, Field(ge=1, le=MAX_LOOPS)]
+StopString = Annotated[str, Field(max_length=200)]
+LoopCount = Annotated[int, Field(ge=1, le=MAX_LOOPS)]
 Number = FiniteFloat | int
 
 
-class Known(BaseModel):
-    """An object that has no fields but these."""
+class StrictModel(BaseModel):
+    """A pydantic model that accepts no unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
-        """Refuse an unknown field by its name. The first one is enough: pydantic would list them all."""
+    def _refuse_unknown(cls, body: Any) -> Any:
+        """Refuse the first unknown field by name, with the closest known one. Pydantic alone would list all of them."""
         unknown = next((name for name in body if name not in cls.model_fields), None) if isinstance(body, dict) else None
         if unknown is None:
             return body
@@ -40,119 +41,125 @@ class Known(BaseModel):
         )
 
 
-class StreamOptions(Known):
-    """What is asked of a stream."""
+class StreamOptions(StrictModel):
+    """`stream_options` of a request."""
 
     include_usage: bool | None = False
     include_obfuscation: bool | None = Field(None, description="accepted, without effect")
 
 
-class CompletionRequest(Known):
-    """A request for /v1/completions."""
+class CompletionRequest(StrictModel):
+    """The body of POST /v1/completions."""
 
     model: str = Field("", max_length=200)
     prompt: str | Tokens | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Tokens], Field(fail_fast=True)] = Field(...)
     max_tokens: int | None = Field(16, ge=1, le=1_000_000)
     temperature: Number | None = Field(1.0, ge=0, le=2)
     top_p: Number | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="draw among the k most likely tokens; 0 and -1 are all")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="sample from the k most likely tokens; 0 and -1: from all")
     n: int | None = Field(1, ge=1, le=MAX_N)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: Literal[False] | None = False
-    stop: Word | Annotated[list[Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
-    suffix: Literal[""] | None = Field(None, description="not served; so are the next four, where they are more than nothing")
+    suffix: Literal[""] | None = Field(
+        None, description="not supported; only the empty or neutral value is accepted here and in the next four fields"
+    )
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     presence_penalty: Number | None = Field(0, ge=0, le=0)
     frequency_penalty: Number | None = Field(0, ge=0, le=0)
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    user: Annotated[str, Field(max_length=1000)] | None = Field(None, description="accepted, without effect; so are the next two")
+    user: Annotated[str, Field(max_length=1000)] | None = Field(None, description="accepted, without effect, as are the next two")
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     exit: str | None = Field(None, max_length=200, description="`auto` (as calibrated), `none`, NAME or NAME:VALUE,setting=value")
     tau: Number | None = Field(None, ge=0, le=1e9, description="threshold, where `exit` is a name alone")
-    loops: Count | Annotated[list[Count], Field(max_length=64, fail_fast=True)] | None = None
+    loops: LoopCount | Annotated[list[LoopCount], Field(max_length=64, fail_fast=True)] | None = None
     kv: Annotated[str, Field(max_length=20)] = "exact"
 
     @property
-    def texts(self) -> int:
-        """Answers to each prompt."""
+    def n_per_prompt(self) -> int:
+        """Completions of each prompt."""
         return self.n or 1
 
-    def stops(self) -> list[str]:
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list, without empty strings."""
         found = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [word for word in found if word]
 
 
-class Refused(UserError):
-    """A request that cannot be served, with the name of what is wrong."""
+class InvalidRequest(UserError):
+    """A request that cannot be served: the HTTP status, and the parameter at fault."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.status = param, status
 
 
-def requests_of(
+def engine_requests(
     body: CompletionRequest, prompts: list[list[int]], model: LoopedGPT, eot: int, calibrated: tuple[Any, int] | None, max_loops: int
 ) -> list[Request]:
-    """The engine's requests: n for each prompt."""
-    if body.best_of is not None and body.best_of > body.texts:
-        raise Refused("best_of is not served", "best_of")
-    if len(prompts) * body.texts > MAX_TEXTS:
-        raise Refused(f"at most {MAX_TEXTS} texts in a request", "n")
-    params = loop_params_of(body, model, calibrated, max_loops)
-    ends = body.stop_token_ids or []
-    if max(ends, default=0) >= model.config.vocab_size:
-        raise Refused(f"token {max(ends)} does not exist, the vocabulary has {model.config.vocab_size}", "stop_token_ids")
+    """The requests to the engine, n for each prompt. `calibrated` are the model's calibrated rules and loops."""
+    if body.best_of is not None and body.best_of > body.n_per_prompt:
+        raise InvalidRequest("best_of is not supported", "best_of")
+    if len(prompts) * body.n_per_prompt > MAX_SEQUENCES:
+        raise InvalidRequest(f"at most {MAX_SEQUENCES} completions (prompts times n) in a request", "n")
+    params = parse_loop_params(body, model, calibrated, max_loops)
+    stop_token_ids = body.stop_token_ids or []
+    if max(stop_token_ids, default=0) >= model.config.vocab_size:
+        raise InvalidRequest(f"token {max(stop_token_ids)} does not exist, the vocabulary has {model.config.vocab_size}", "stop_token_ids")
     sampling = SamplingParams(
         temperature=1.0 if body.temperature is None else float(body.temperature),
         top_k=body.top_k if body.top_k and body.top_k > 0 else None,
         top_p=float(body.top_p or 1.0),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
-        stop_token_ids=frozenset({eot, *ends}),
-        stop=tuple(body.stops()),
+        stop_token_ids=frozenset({eot, *stop_token_ids}),
+        stop=tuple(body.stop_strings()),
         logprobs=body.logprobs,
     )
-    size, share, requests = model.config.block_size, Share(), []
+    size, client, requests = model.config.block_size, Client(), []
     for ids in prompts:
         if not ids:
-            raise Refused("the prompt is empty", "prompt")
+            raise InvalidRequest("the prompt is empty", "prompt")
         if max(ids) >= model.config.vocab_size:
-            raise Refused(f"token {max(ids)} does not exist, the vocabulary has {model.config.vocab_size}", "prompt")
+            raise InvalidRequest(f"token {max(ids)} does not exist, the vocabulary has {model.config.vocab_size}", "prompt")
         if len(ids) > size:
-            raise Refused(f"the prompt has {len(ids)} tokens, the context {size}", "prompt")
-        own = replace(sampling, max_new_tokens=min(body.max_tokens or size, size - len(ids) + 1))
-        requests += [Request(ids, own, params, stream=i, share=share) for i in range(body.texts)]
+            raise InvalidRequest(f"the prompt has {len(ids)} tokens, the context {size}", "prompt")
+        prompt_sampling = replace(sampling, max_new_tokens=min(body.max_tokens or size, size - len(ids) + 1))
+        requests += [Request(ids, prompt_sampling, params, sample_index=i, client=client) for i in range(body.n_per_prompt)]
     return requests
 
 
-def loop_params_of(body: CompletionRequest, model: LoopedGPT, calibrated: tuple[Any, int] | None, max_loops: int) -> LoopParams:
-    """Rule, loops and cache of a request."""
+def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibrated: tuple[Any, int] | None, max_loops: int) -> LoopParams:
+    """The loop parameters of a request: exit rules, loops and kv."""
     rule: Any = body.exit
     loops: Any = body.loops
     if not model.config.n_groups and (loops is not None or body.tau is not None or rule not in (None, "none")):
-        raise Refused("this model has no loops: leave out exit, tau and loops", "loops" if loops is not None else "exit")
+        raise InvalidRequest("this model has no loops: leave out exit, tau and loops", "loops" if loops is not None else "exit")
     if rule in (None, "auto") and calibrated is not None and body.tau is None:
         rule, loops = calibrated[0], loops or calibrated[1]
     elif rule == "auto":
-        raise Refused("this model was not calibrated: name a rule", "exit")
+        raise InvalidRequest("this model was not calibrated: name a rule", "exit")
     elif rule in (None, "none"):
         if body.tau is not None:
-            raise Refused("tau goes with a rule: name it in exit", "tau")
+            raise InvalidRequest("tau goes with a rule: name it in exit", "tau")
         rule = None
     elif body.tau is not None:
         if ":" in rule:
-            raise Refused("tau is given twice, in exit and in tau", "tau")
+            raise InvalidRequest("tau is given twice, in exit and in tau", "tau")
         rule = f"{rule}:{float(body.tau)!r}"
+    param = "kv"
     try:
-        if isinstance(rule, str) and exits.kind_of(rule) is exits.Learned:
-            raise UserError("a learned rule has its weights in a file, which no request may name")
-        params = loop_params(model, exit=rule, loops=loops, kv=body.kv)
-        if body.loops is not None and max(params.loops, default=0) > max_loops:
+        parse_kv(body.kv)
+        param = "loops"
+        if body.loops is not None and max(model.config.loops_for(loops), default=0) > max_loops:
             raise UserError(f"at most {max_loops} loops are served")
+        param = "exit"
+        if isinstance(rule, str) and exits.kind_of(rule) is exits.Learned:
+            raise UserError("a learned rule has its weights in a file, which a request may not name")
+        return loop_params(model, exit=rule, loops=loops, kv=body.kv)
     except (UserError, TypeError, ValueError, OverflowError) as error:
-        raise Refused(str(error), "exit" if body.exit else "loops") from None
-    return params
+        raise InvalidRequest(str(error), param) from None

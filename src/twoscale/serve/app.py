@@ -16,25 +16,27 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twoscale.config import UserError
-from twoscale.serve.api import CompletionRequest, Refused
+from twoscale.serve.api import CompletionRequest, InvalidRequest
 from twoscale.serve.server import Choice, Server
-from twoscale.serve.worker import Busy, Failed
+from twoscale.serve.worker import Busy, InternalError
 
 T = TypeVar("T")
-NO_KEY = ("/health",)  # paths that need no key
-SERVED = "there are POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
+PUBLIC_PATHS = ("/health",)  # need no API key
+ENDPOINTS = "there are POST /v1/completions, GET /v1/models, GET /health and GET /metrics"
 NO_CHAT = "this is a base model without a chat template: send its text to /v1/completions"
 
 
 def error(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
-    """As OpenAI's clients expect it."""
-    message = message.encode("utf-8", "replace").decode()  # what came in may hold halves of characters
+    """An error response in OpenAI's format."""
+    message = message.encode("utf-8", "replace").decode()  # the message may quote lone surrogates
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
 
 
-class Guard:
-    """Who may come in, and with how much. Answers go out untouched: a middleware of Starlette's own would hand on every token twice."""
+class RequestGuard:
+    """ASGI middleware that checks the API key and the size of the body.
+
+    Not a Starlette BaseHTTPMiddleware, which would add overhead to every streamed token."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self.app, self.server = app, server
@@ -43,7 +45,7 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         key, limit, headers = self.server.key, self.server.limits.max_body, Headers(scope=scope)
-        if key is not None and scope["path"] not in NO_KEY:
+        if key is not None and scope["path"] not in PUBLIC_PATHS:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             if not hmac.compare_digest(token.strip().encode("latin-1"), key.encode()) or scheme.lower() != "bearer":
                 refusal = error(401, "give the API key as a bearer token", headers={"WWW-Authenticate": "Bearer"})
@@ -59,16 +61,16 @@ class Guard:
             content, more = content + message.get("body", b""), message.get("more_body", False)
             if len(content) > limit:
                 return await error(413, f"a request has at most {limit} bytes")(scope, receive, send)
-        whole: list[Message] = [{"type": "http.request", "body": content, "more_body": False}] if scope["method"] == "POST" else []
+        complete: list[Message] = [{"type": "http.request", "body": content, "more_body": False}] if scope["method"] == "POST" else []
 
-        async def again() -> Message:
-            return whole.pop() if whole else await receive()
+        async def receive_again() -> Message:
+            return complete.pop() if complete else await receive()
 
-        return await self.app(scope, again, send)
+        return await self.app(scope, receive_again, send)
 
 
 def create_app(server: Server) -> FastAPI:
-    """The application."""
+    """The FastAPI application of a server."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,7 +81,7 @@ def create_app(server: Server) -> FastAPI:
     app = FastAPI(title="twoscale", lifespan=lifespan, docs_url=None, redoc_url=None)
 
     app.state.connections = server.connections
-    app.add_middleware(Guard, server=server)
+    app.add_middleware(RequestGuard, server=server)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, problem: RequestValidationError) -> Response:
@@ -90,34 +92,36 @@ def create_app(server: Server) -> FastAPI:
         return error(400, f"{where or 'the request'}: {first.get('msg', 'is malformed')}", where or None)
 
     @app.exception_handler(HTTPException)
-    async def plain(request: Request, problem: HTTPException) -> Response:
+    async def http_error(request: Request, problem: HTTPException) -> Response:
         if problem.status_code not in (404, 405):
             return error(problem.status_code, str(problem.detail))
-        asked = f"{request.method} {request.url.path[:100]} is not served here"
+        requested = f"{request.method} {request.url.path[:100]} is not served here"
         return error(
-            problem.status_code, f"{asked}: {NO_CHAT if '/chat/' in request.url.path else SERVED}", headers=dict(problem.headers or {})
+            problem.status_code,
+            f"{requested}: {NO_CHAT if '/chat/' in request.url.path else ENDPOINTS}",
+            headers=dict(problem.headers or {}),
         )
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, problem: Refused) -> Response:
+    @app.exception_handler(InvalidRequest)
+    async def invalid_request(request: Request, problem: InvalidRequest) -> Response:
         return error(problem.status, str(problem), problem.param)
 
     @app.exception_handler(UserError)
-    async def cannot(request: Request, problem: UserError) -> Response:
+    async def user_error(request: Request, problem: UserError) -> Response:
         return error(400, str(problem))
 
-    @app.exception_handler(Failed)
-    async def failed(request: Request, problem: Failed) -> Response:
+    @app.exception_handler(InternalError)
+    async def internal_error(request: Request, problem: InternalError) -> Response:
         return error(500, str(problem))
 
     @app.exception_handler(Busy)
     async def busy(request: Request, problem: Busy) -> Response:
-        server.refused += 1
+        server.n_rejected += 1
         down = server.worker.stopping or server.worker.failure is not None
         return error(503 if down else 429, str(problem), headers={"Retry-After": "1"})
 
     @app.exception_handler(TimeoutError)
-    async def late(request: Request, problem: TimeoutError) -> Response:
+    async def timed_out(request: Request, problem: TimeoutError) -> Response:
         return error(504, f"not done within {server.limits.timeout:g} seconds")
 
     @app.get("/health")
@@ -131,62 +135,66 @@ def create_app(server: Server) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [server.entry()]}
+        return {"object": "list", "data": [server.model_entry()]}
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
-        return JSONResponse(server.entry()) if name == server.name else error(404, f"there is no model {name!r} here", "model")
+        return JSONResponse(server.model_entry()) if name == server.name else error(404, f"there is no model {name!r} here", "model")
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        server.worker.check_room(1)
-        choices = server.open(body)
+        server.worker.check_queue(1)
+        choices = server.make_choices(body)
         if body.stream:
-            return await _stream(_events(server, body, choices), request)
-        return await _whole(server, body, choices, request)
+            return await _stream_response(_events(server, body, choices), request)
+        return await _complete_response(server, body, choices, request)
 
     return app
 
 
-async def _unless_gone(work: Awaitable[T], request: Request) -> T:
-    """What comes of some work, unless the client goes away first: then the work ends there, and ClientDisconnect is raised."""
+async def _or_disconnect(work: Awaitable[T], request: Request) -> T:
+    """The result of `work`. If the client disconnects first, `work` is cancelled and ClientDisconnect is raised."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return await working
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _whole(server: Server, body: CompletionRequest, choices: list[Choice], request: Request) -> Response:
-    """The answer in one piece."""
+async def _complete_response(server: Server, body: CompletionRequest, choices: list[Choice], request: Request) -> Response:
+    """The whole answer in one response."""
 
     async def collect() -> None:
         async for _ in server.updates(choices):
             pass
 
     try:
-        await _unless_gone(collect(), request)
+        await _or_disconnect(collect(), request)
     except ClientDisconnect:
         return Response(status_code=499)
-    answers = [server.choice(i, c, c.text) for i, c in enumerate(choices)]
+    completions = [server.choice_json(i, c, c.text) for i, c in enumerate(choices)]
     return JSONResponse(
-        {**server.head(), "choices": answers, "usage": server.usage(choices, body.texts), "twoscale": server.saved(choices)}
+        {
+            **server.response_fields(),
+            "choices": completions,
+            **server.summary(choices, body.n_per_prompt),
+        }
     )
 
 
 async def _events(server: Server, body: CompletionRequest, choices: list[Choice]) -> AsyncGenerator[str]:
-    """The answer token by token, as server-sent events. What goes wrong before the first one is raised, later it is an event."""
-    head, begun = server.head(), False
+    """The answer as server-sent events, token by token. An error before the first event is raised; a later one is sent as an event."""
+    shared, started = server.response_fields(), False
 
     def event(content: dict[str, Any]) -> str:
         return f"data: {json.dumps(content)}\n\n"
@@ -195,21 +203,21 @@ async def _events(server: Server, body: CompletionRequest, choices: list[Choice]
         async for i, text, first in server.updates(choices):
             c = choices[i]
             if text or c.finish is not None or len(c.offsets) > first:
-                yield event({**head, "choices": [server.choice(i, c, text, first)]})
-                begun = True
+                yield event({**shared, "choices": [server.choice_json(i, c, text, first)]})
+                started = True
         if body.stream_options is not None and body.stream_options.include_usage:
-            yield event({**head, "choices": [], "usage": server.usage(choices, body.texts), "twoscale": server.saved(choices)})
+            yield event({**shared, "choices": [], **server.summary(choices, body.n_per_prompt)})
         yield "data: [DONE]\n\n"
-    except (TimeoutError, Failed) as problem:
-        if not begun:
+    except (TimeoutError, InternalError) as problem:
+        if not started:
             raise
-        late = isinstance(problem, TimeoutError)
-        words = f"not done within {server.limits.timeout:g} seconds" if late else str(problem)
-        yield event({"error": {"message": words, "type": "server_error"}})
+        timed_out = isinstance(problem, TimeoutError)
+        message = f"not done within {server.limits.timeout:g} seconds" if timed_out else str(problem)
+        yield event({"error": {"message": message, "type": "server_error"}})
 
 
-async def _stream(events: AsyncGenerator[str], request: Request) -> Response:
-    """The events; the first one is waited for, so that what is refused is refused by status and not inside the stream."""
+async def _stream_response(events: AsyncGenerator[str], request: Request) -> Response:
+    """A streaming response. It begins after the first event, so that an early error has an HTTP status of its own."""
 
     async def rest(first: str) -> AsyncIterator[str]:
         try:
@@ -220,7 +228,7 @@ async def _stream(events: AsyncGenerator[str], request: Request) -> Response:
             await events.aclose()
 
     try:
-        first = await _unless_gone(anext(events), request)
+        first = await _or_disconnect(anext(events), request)
     except ClientDisconnect:
         await events.aclose()
         return Response(status_code=499)

@@ -1,8 +1,8 @@
-"""HTTP connections with bounds: how many are open, and how long a client may take to send a request and to read its answer.
+"""Limits of HTTP connections: how many may be open, and how long a client may take to send a request and to read the response.
 
-uvicorn alone has none of these: half a header stays open for ever, and asyncio's accept loop logs an error for every connection that it
-cannot accept. `HTTPServer` is a uvicorn server that accepts connections itself. Where too many are open, the one that has been waiting for
-its client the longest is closed, so a new client always gets in, whatever others have left half open.
+uvicorn has none of these limits: an incomplete header stays open for ever, and asyncio's accept loop logs an error for every connection
+that it cannot accept. `HTTPServer` is a uvicorn server that accepts connections itself. If too many are open, it closes the one that has
+waited longest for data of its client, so half-open connections cannot keep new clients out.
 """
 
 import asyncio
@@ -25,23 +25,24 @@ try:
 except ModuleNotFoundError:  # not a Unix system
     resource = None  # type: ignore[assignment]
 
-BATCH = 4  # connections that are accepted before the event loop has its turn
-SEND_BUFFER = 1 << 17  # bytes that the system keeps for a client that does not read; by itself it would keep megabytes
-RETRY = 0.1  # seconds until accepting is tried again after an error
+ACCEPT_BATCH = 4  # connections accepted before other tasks of the event loop run
+SEND_BUFFER = 1 << 17  # socket send buffer in bytes; the system's default may be megabytes for a client that does not read
+ACCEPT_RETRY = 0.1  # seconds until the next attempt after an error of accept
 
 
 class Phase(Enum):
-    """What a connection is waiting for."""
+    """The state of a connection."""
 
     HEADERS = "headers"
     BODY = "body"
-    ANSWER = "answer"
-    """Of the server: to be computed, or to be read by the client."""
+    RESPONSE = "response"
+    """The response is being computed, or sent."""
     IDLE = "idle"
+    """Kept alive after a response, without a new request."""
 
 
 def max_connections(limits: Limits) -> int:
-    """Connections that may be open: as the limits say, and at most three quarters of the files that the process may open."""
+    """The number of connections that may be open: the limit, and at most three quarters of the files that the process may open."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else -1
     return limits.max_connections if files < 0 else max(1, min(limits.max_connections, 3 * files // 4))
 
@@ -51,46 +52,46 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.max_connections = limits, max_connections(limits)
-        self.open: set[Connection] = set()
+        self.active: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}
-        """Those that wait for their client, the longest one first."""
-        self.cut = 0
-        """Connections that were closed by a time limit, or to make room for others."""
+        """Connections that wait for data of their client, ordered by the beginning of the wait."""
+        self.n_closed = 0
+        """Connections closed by a time limit, or because too many were open."""
 
     @property
     def full(self) -> bool:
-        """Whether no connection can be accepted: all are being answered."""
-        return len(self.open) >= self.max_connections and not self.waiting
+        """Whether no connection can be accepted: the limit is reached and none of them waits for its client."""
+        return len(self.active) >= self.max_connections and not self.waiting
 
-    def enter(self, connection: "Connection", phase: Phase) -> None:
-        """A connection has come to another phase."""
+    def set_phase(self, connection: "Connection", phase: Phase) -> None:
+        """Called when a connection changes its phase."""
         self.waiting.pop(connection, None)
-        if phase is not Phase.ANSWER:
+        if phase is not Phase.RESPONSE:
             self.waiting[connection] = None
 
     def discard(self, connection: "Connection") -> None:
         self.waiting.pop(connection, None)
-        self.open.discard(connection)
+        self.active.discard(connection)
 
-    def make_room(self) -> None:
-        """Close those that have waited longest until no more are open than may be."""
-        while len(self.open) > self.max_connections and self.waiting:
+    def enforce_limit(self) -> None:
+        """Close the connections that have waited longest until the limit is kept."""
+        while len(self.active) > self.max_connections and self.waiting:
             self.close_oldest()
 
     def close_oldest(self) -> None:
         """Close the connection that has waited longest for its client."""
         oldest = next(iter(self.waiting), None)
         if oldest is not None:
-            self.cut += 1
+            self.n_closed += 1
             self.discard(oldest)
             oldest.transport.abort()
-            LOG.warning("%d connections are open: those that have waited longest for their client are closed", self.max_connections)
+            LOG.warning("%d connections are open: the ones that have waited longest for their client are closed", self.max_connections)
 
-    def sweep(self, now: float) -> None:
-        """Close the connections whose time is up."""
-        for connection in list(self.open):
+    def close_expired(self, now: float) -> None:
+        """Close the connections whose deadline has passed."""
+        for connection in list(self.active):
             if connection.transport is not None and now > connection.deadline():
-                self.cut += connection.phase is not Phase.IDLE
+                self.n_closed += connection.phase is not Phase.IDLE
                 connection.expire()
 
 
@@ -100,14 +101,14 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, **settings: Any) -> None:
         super().__init__(**settings)
         self.registry, self.limits = connections, connections.limits
-        self.phase, self.since = Phase.HEADERS, time.monotonic()
-        self.blocked: float | None = None
-        """Since when the client has not read what was written."""
+        self.phase, self.phase_began = Phase.HEADERS, time.monotonic()
+        self.write_blocked_since: float | None = None
+        """Since when the send buffer is full, because the client does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.registry.enter(self, self.phase)
-        self.registry.make_room()
+        self.registry.set_phase(self, self.phase)
+        self.registry.enforce_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.registry.discard(self)
@@ -122,63 +123,63 @@ class Connection(H11Protocol):
         self._update(Phase.IDLE)
 
     def pause_writing(self) -> None:
-        self.blocked = time.monotonic()
+        self.write_blocked_since = time.monotonic()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self.blocked = None
+        self.write_blocked_since = None
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Idle connections are closed by `Connections.sweep`."""
+        """Idle connections are closed by `Connections.close_expired`."""
 
-    def _update(self, between: Phase) -> None:
-        """Note the phase; `between` is the one of a connection that has no request."""
-        if self not in self.registry.open:
+    def _update(self, without_request: Phase) -> None:
+        """Update the phase; `without_request` is the phase of a connection that has no request now."""
+        if self not in self.registry.active:
             return
         if self.conn.their_state is h11.SEND_BODY:
             phase = Phase.BODY
         elif self.cycle is not None and not self.cycle.response_complete:
-            phase = Phase.ANSWER
+            phase = Phase.RESPONSE
         else:
-            phase = between
+            phase = without_request
         if phase is not self.phase:
-            self.phase, self.since = phase, time.monotonic()
-            self.registry.enter(self, phase)
+            self.phase, self.phase_began = phase, time.monotonic()
+            self.registry.set_phase(self, phase)
 
     def deadline(self) -> float:
-        """When the connection is to be closed."""
-        if self.blocked is not None:
-            return self.blocked + self.limits.write_timeout
-        if self.phase is Phase.ANSWER:
+        """The time at which the connection is closed, by time.monotonic."""
+        if self.write_blocked_since is not None:
+            return self.write_blocked_since + self.limits.write_timeout
+        if self.phase is Phase.RESPONSE:
             return float("inf")
         if self.phase is not Phase.IDLE:
-            return self.since + self.limits.read_timeout
+            return self.phase_began + self.limits.read_timeout
         unread = self.transport.get_write_buffer_size() > 0
-        return self.since + (self.limits.write_timeout if unread else self.limits.idle_timeout)
+        return self.phase_began + (self.limits.write_timeout if unread else self.limits.idle_timeout)
 
     def expire(self) -> None:
-        """Close the connection. A client that has sent half a request is told so."""
+        """Close the connection; with status 408 if the request was not complete."""
         if self.phase in (Phase.HEADERS, Phase.BODY) and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send_408()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # close would wait for the client to read
+            self.transport.abort()  # `close` would wait until the client has read everything
         else:
             self.transport.close()
 
     def _send_408(self) -> None:
-        words = f"no whole {self.phase.value} within {self.limits.read_timeout:g} seconds"
-        body = json.dumps({"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}).encode()
+        message = f"the {self.phase.value} was not complete within {self.limits.read_timeout:g} seconds"
+        body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events = (h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"), h11.Data(data=body), h11.EndOfMessage())
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
 
 
 class Listener:
-    """Accepts the connections of one socket, in place of asyncio's server."""
+    """Accepts connections on one socket; replaces asyncio's server."""
 
-    def __init__(self, listening: socket.socket, connections: Connections, make: Callable[[], Connection]) -> None:
-        self.listening, self.connections, self.make = listening, connections, make
+    def __init__(self, listening: socket.socket, connections: Connections, make_connection: Callable[[], Connection]) -> None:
+        self.listening, self.connections, self.make_connection = listening, connections, make_connection
         self.loop = asyncio.get_running_loop()
         self.opening: set[asyncio.Task[None]] = set()
         self.closed = False
@@ -190,26 +191,26 @@ class Listener:
             self.loop.add_reader(self.listening, self._accept)
 
     def _pause(self) -> None:
-        """The socket stays readable while connections wait in the kernel's queue: look at it again a little later."""
+        """Stop polling for a moment: the socket stays readable while connections wait in the kernel's queue."""
         self.loop.remove_reader(self.listening)
-        self.loop.call_later(RETRY, self._resume)
+        self.loop.call_later(ACCEPT_RETRY, self._resume)
 
     def _accept(self) -> None:
-        for _ in range(BATCH):
+        for _ in range(ACCEPT_BATCH):
             if self.connections.full and not self.opening:
                 return self._pause()
             try:
                 accepted, _ = self.listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return None
-            except OSError as error:  # no files or no memory left
+            except OSError as error:  # too many open files, or out of memory
                 LOG.warning("a connection could not be accepted: %s", error)
                 self.connections.close_oldest()
                 return self._pause()
             accepted.setblocking(False)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-            connection = self.make()
-            self.connections.open.add(connection)
+            connection = self.make_connection()
+            self.connections.active.add(connection)
             task = self.loop.create_task(self._open(accepted, connection))
             self.opening.add(task)
             task.add_done_callback(self.opening.discard)
@@ -227,11 +228,11 @@ class Listener:
         self.loop.remove_reader(self.listening)
 
     async def wait_closed(self) -> None:
-        """`uvicorn.Server` waits for its connections itself."""
+        """Nothing to do: `uvicorn.Server` waits for its connections itself."""
 
 
 class HTTPServer(uvicorn.Server):
-    """A uvicorn server with bounded connections."""
+    """A uvicorn server with limits on connections."""
 
     def __init__(self, app: Any, connections: Connections, **settings: Any) -> None:
         super().__init__(uvicorn.Config(app, http="h11", ws="none", log_level="warning", access_log=False, **settings))
@@ -239,15 +240,15 @@ class HTTPServer(uvicorn.Server):
         self.connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])  # uvicorn starts the application and listens on no socket
-        self.servers = [Listener(listening, self.connections, self._make) for listening in sockets or ()]  # type: ignore[misc]
-        self._sweep()
+        await super().startup(sockets=[])  # uvicorn starts the application; it gets no socket
+        self.servers = [Listener(listening, self.connections, self._make_connection) for listening in sockets or ()]  # type: ignore[misc]
+        self._close_expired()
 
-    def _make(self) -> Connection:
+    def _make_connection(self) -> Connection:
         return Connection(self.connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-    def _sweep(self) -> None:
+    def _close_expired(self) -> None:
         limits = self.connections.limits
         every = min(1.0, limits.read_timeout / 4, limits.idle_timeout / 4, limits.write_timeout / 4)
-        asyncio.get_running_loop().call_later(every, self._sweep)  # first: whatever happens below, the limits stay in force
-        self.connections.sweep(time.monotonic())
+        asyncio.get_running_loop().call_later(every, self._close_expired)  # first, so that an exception below does not stop the checks
+        self.connections.close_expired(time.monotonic())

@@ -1,24 +1,25 @@
-"""What the server allows."""
+"""The limits of the server."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for, and what connections may take."""
+    """Limits of requests and connections. Times are in seconds."""
 
     max_body: int = 1 << 20
-    """Bytes of a request."""
+    """Bytes of a request's body."""
     timeout: float = 120.0
-    """Seconds until a request is given up."""
+    """Until a request ends with the tokens it has."""
     max_loops: int = 64
+    """Loop steps that a request may ask for; at least the model's own number."""
     max_queue: int = 256
-    """Requests that may wait."""
+    """Sequences that may wait in the queue."""
     max_connections: int = 512
-    """Open connections; fewer where the process may open few files."""
+    """Open connections; at most three quarters of the files that the process may open."""
     read_timeout: float = 10.0
-    """Until the headers of a request must have come, and again until its body must have."""
+    """For the headers of a request, beginning when the connection is opened, and again for its body."""
     idle_timeout: float = 5.0
-    """Until a connection without a request is closed."""
+    """Until a connection is closed that has had a response and sends no further request (keep-alive)."""
     write_timeout: float = 30.0
-    """Until a client that does not read its answer is cut off."""
+    """Until a connection is closed whose client does not read the response."""

@@ -1,4 +1,4 @@
-"""A socket to serve on, and an application on a free port of this machine in a thread of this process, for benches and tests."""
+"""A listening socket, and a server in a thread of this process for benches and tests."""
 
 import socket
 import threading
@@ -13,21 +13,21 @@ from twoscale.serve.connections import HTTPServer
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; UserError where that cannot be."""
+    """A listening socket; UserError if the address cannot be used."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(2048)  # whoever comes before the application is ready waits
+        bound.listen(2048)  # clients that connect before the application is ready wait
     except OSError as error:
         raise UserError(f"cannot listen on {host}:{port} ({error.strerror or error}): choose another --port, or 0 for a free one") from None
     return bound
 
 
 @contextmanager
-def running(app: FastAPI, patience: float = 60.0) -> Iterator[str]:
-    """The address while the application runs; it ends gracefully, within `patience` seconds."""
+def run_in_thread(app: FastAPI, stop_timeout: float = 60.0) -> Iterator[str]:
+    """Run the application on a free port; yields its URL. At the end it is stopped gracefully within `stop_timeout` seconds."""
     listening = listen("127.0.0.1", 0)
     server = HTTPServer(app, app.state.connections)
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
@@ -40,4 +40,4 @@ def running(app: FastAPI, patience: float = 60.0) -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(patience)
+        thread.join(stop_timeout)

@@ -1,21 +1,21 @@
-"""The server's log, bounded: clients cannot fill a disk with messages about themselves."""
+"""Rate limits for log messages, so that clients cannot fill the disk."""
 
 import logging
 import time
 
 LOG = logging.getLogger("twoscale.serve")
 LOGGERS = ("twoscale", "twoscale.serve", "uvicorn.error", "asyncio")
-MAX_MESSAGES, SECONDS = 5, 60.0
+MAX_MESSAGES, PERIOD = 5, 60.0
 
 
 class RateLimit(logging.Filter):
-    """At most `max_messages` messages in `seconds` from one line of code; the next one after that says how many were left out."""
+    """At most `max_messages` messages in `seconds` from one line of code; the next message tells how many were left out."""
 
-    def __init__(self, max_messages: int = MAX_MESSAGES, seconds: float = SECONDS) -> None:
+    def __init__(self, max_messages: int = MAX_MESSAGES, seconds: float = PERIOD) -> None:
         super().__init__()
         self.max_messages, self.seconds = max_messages, seconds
         self.counts: dict[tuple[str, int], tuple[float, int]] = {}
-        """For each line of code: when its minute began, and its messages since."""
+        """For each line of code: when its current period began, and the number of messages since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         key, now = (record.pathname, record.lineno), time.monotonic()
@@ -32,5 +32,5 @@ def limit_logs() -> None:
     """Limit the messages of the server, of uvicorn and of asyncio."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
-        if not any(isinstance(known, RateLimit) for known in logger.filters):
+        if not any(isinstance(existing, RateLimit) for existing in logger.filters):
             logger.addFilter(RateLimit())

@@ -1,4 +1,4 @@
-"""A model behind the HTTP API: completion requests become requests to the engine, and their tokens the answers of OpenAI's API."""
+"""Serves one model: converts completion requests to engine requests, and their tokens to OpenAI's response format."""
 
 import time
 import uuid
@@ -11,7 +11,7 @@ from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
 from twoscale.engine.text import TextStream
 from twoscale.model import LoopedGPT
-from twoscale.serve.api import MAX_PROMPTS, CompletionRequest, Refused, requests_of
+from twoscale.serve.api import MAX_PROMPTS, CompletionRequest, InvalidRequest, engine_requests
 from twoscale.serve.connections import Connections
 from twoscale.serve.limits import Limits
 from twoscale.serve.worker import Worker
@@ -19,51 +19,52 @@ from twoscale.serve.worker import Worker
 
 @dataclass
 class Choice:
-    """One answer as it is written."""
+    """One completion while it is generated: a `choice` of OpenAI's response."""
 
     request: Request
-    stream: TextStream
+    text_stream: TextStream
     finish: str | None = None
+    """`finish_reason`; None while it is generated."""
     timed_out: bool = False
-    """Whether the time limit ended it."""
+    """Whether the time limit cut it off."""
 
     @property
     def text(self) -> str:
-        return self.stream.text
+        return self.text_stream.text
 
     @property
     def offsets(self) -> list[int]:
-        return self.stream.offsets
+        return self.text_stream.offsets
 
-    def take(self, first: int, last: int, done: bool) -> str:
-        """New text from tokens first .. last - 1."""
+    def add_tokens(self, first: int, last: int, done: bool) -> str:
+        """Add tokens first .. last - 1 of the request; returns the new text."""
         before = len(self.text)
         for token in self.request.tokens[first:last]:
-            self.stream.add(token)
+            self.text_stream.add(token)
         if done:
-            self.stream.finish()
-        if self.stream.stopped:
+            self.text_stream.finish()
+        if self.text_stream.stopped:
             self.finish, self.request.cancelled = "stop", True
         elif done:
             self.finish = self.request.finish if self.request.finish in ("stop", "length") else "stop"
         return self.text[before:]
 
-    def cut(self) -> str:
-        """The time is up: what has been written so far is the answer. Returns its last piece."""
+    def time_out(self) -> str:
+        """End it with the tokens generated so far; returns the rest of its text."""
         before, self.timed_out = len(self.text), True
-        self.take(len(self.offsets), len(self.request.tokens), False)
-        self.stream.finish()
+        self.add_tokens(len(self.offsets), len(self.request.tokens), False)
+        self.text_stream.finish()
         self.finish = self.finish or "length"
         return self.text[before:]
 
     @property
     def steps(self) -> list[tuple[int, ...]]:
-        """Those of its own tokens."""
+        """Loop steps of its tokens; tokens after a stop string are left out."""
         return self.request.steps[: len(self.offsets)]
 
 
 class Server:
-    """A model behind the HTTP API."""
+    """A model, its scheduler thread and its limits, as the HTTP API uses them."""
 
     def __init__(
         self,
@@ -78,91 +79,98 @@ class Server:
     ) -> None:
         self.model, self.tokenizer, self.name, self.key = model, tokenizer, name, key
         self.calibrated, self.limits = calibrated, limits or Limits()
-        own = max((*model.config.loops_for(None), calibrated[1] if calibrated else 0), default=0)
-        self.max_loops = max(self.limits.max_loops, own)
+        default_loops = max((*model.config.loops_for(None), calibrated[1] if calibrated else 0), default=0)
+        self.max_loops = max(self.limits.max_loops, default_loops)
         self.max_prompt_bytes = model.config.block_size * max(1, int(tokenizer.byte_lengths().max()))
-        """Bytes that a prompt can have and still fit the context."""
+        """Longer prompts cannot fit the context, and are refused without tokenizing them."""
         self.worker = Worker(scheduler, self.limits.max_queue)
         self.connections = Connections(self.limits)
         self.started = int(time.time())
-        self.refused = 0
+        self.n_rejected = 0
+        """HTTP requests rejected because the queue was full or the server was shutting down."""
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def prompts(self, body: CompletionRequest) -> list[list[int]]:
-        """The prompts as tokens."""
+        """The prompts of a request as token ids."""
         found = body.prompt
         for text in [found] if isinstance(found, str) else found:
             if isinstance(text, str) and len(text) > self.max_prompt_bytes:
-                raise Refused(f"the prompt has {len(text)} characters, more than fit the context", "prompt")
-            if isinstance(text, str) and not _whole_characters(text):
-                raise Refused("the prompt holds half a character (a lone surrogate)", "prompt")
+                raise InvalidRequest(f"the prompt has {len(text)} characters, more than fit the context", "prompt")
+            if isinstance(text, str) and not _is_valid_utf8(text):
+                raise InvalidRequest("the prompt contains a lone surrogate (half a character)", "prompt")
         if isinstance(found, str):
             return [self.tokenizer.encode(found)]
         if all(isinstance(x, int) for x in found):
             return [list(found)]  # type: ignore[arg-type]
         if len(found) > MAX_PROMPTS:
-            raise Refused(f"at most {MAX_PROMPTS} prompts in a request", "prompt")
+            raise InvalidRequest(f"at most {MAX_PROMPTS} prompts in a request", "prompt")
         return [self.tokenizer.encode(x) if isinstance(x, str) else list(x) for x in found]  # type: ignore[arg-type]
 
-    def open(self, body: CompletionRequest) -> list[Choice]:
+    def make_choices(self, body: CompletionRequest) -> list[Choice]:
+        """The choices of a completion request, not yet submitted; InvalidRequest or UserError if it can never be served."""
         if body.model not in ("", self.name):
-            raise Refused(f"there is no model {body.model!r} here, only {self.name!r}", "model", 404)
-        requests = requests_of(body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops)
+            raise InvalidRequest(f"there is no model {body.model!r} here, only {self.name!r}", "model", 404)
+        requests = engine_requests(body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops)
         if len(requests) > self.limits.max_queue:
-            raise Refused(f"at most {self.limits.max_queue} texts can wait here", "n")
+            raise InvalidRequest(f"at most {self.limits.max_queue} requests fit the queue of this server", "n")
         for request in requests:
             self.worker.scheduler.check(request)
         return [Choice(r, TextStream(self.tokenizer, r.prompt, r.sampling.stop, r.sampling.stop_token_ids)) for r in requests]
 
     async def updates(self, choices: list[Choice]) -> AsyncIterator[tuple[int, str, int]]:
-        """(number, new text, first new token) as they come.
+        """Submit the requests and yield (index of the choice, new text, index of its first new token) as tokens are generated.
 
-        When the time is up the answers end with what they have; TimeoutError where there is not one token.
+        At the time limit the choices end with the tokens they have; TimeoutError if there are none.
         """
         try:
             async for i, update in self.worker.follow([c.request for c in choices], self.limits.timeout):
                 choice = choices[i]
                 if choice.finish is None:
-                    yield i, choice.take(update.first, update.last, update.done), update.first
+                    yield i, choice.add_tokens(update.first, update.last, update.done), update.first
         except TimeoutError:
             if not any(choice.offsets for choice in choices):
                 raise
             for i, choice in enumerate(choices):
                 if choice.finish is None:
                     first = len(choice.offsets)
-                    yield i, choice.cut(), first
+                    yield i, choice.time_out(), first
 
-    # -- answers -------------------------------------------------------------------------------------------------
+    # -- responses -----------------------------------------------------------------------------------------------
 
-    def choice(self, i: int, choice: Choice, text: str, first: int = 0) -> dict[str, Any]:
-        """A choice with its tokens from `first` on."""
+    def choice_json(self, i: int, choice: Choice, text: str, first: int = 0) -> dict[str, Any]:
+        """A choice of the response, with the tokens from `first` on."""
         request, last = choice.request, len(choice.offsets)
         logprobs = None
         if request.sampling.logprobs is not None:
             likely = request.logprobs[first:last]
             logprobs = {
-                "tokens": [self._spelling(t) for t in request.tokens[first:last]],
+                "tokens": [self._token_text(t) for t in request.tokens[first:last]],
                 "token_logprobs": [entry[0][1] for entry in likely],
-                "top_logprobs": [{self._spelling(t): p for t, p in entry} for entry in likely],
+                "top_logprobs": [{self._token_text(t): p for t, p in entry} for entry in likely],
                 "text_offset": choice.offsets[first:last],
             }
         steps = [list(s) for s in choice.steps[first:]]
         found = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.finish, "steps": steps}
         return {**found, "timed_out": True} if choice.timed_out else found
 
-    def _spelling(self, token: int) -> str:
-        """A token as text; its number where it is a part of a character, so that no two look alike."""
+    def _token_text(self, token: int) -> str:
+        """A token as text; if it is part of a character, its id, so that different tokens have different keys."""
         text = self.tokenizer.decode([token])
         return f"token_id:{token}" if "\N{REPLACEMENT CHARACTER}" in text else text
 
-    def usage(self, choices: list[Choice], n: int) -> dict[str, int]:
-        read = sum(len(c.request.prompt) for c in choices[::n])
-        written = sum(len(c.offsets) for c in choices)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    def summary(self, choices: list[Choice], n: int) -> dict[str, Any]:
+        """`usage` and `twoscale` of a response to prompts with n choices each."""
+        return {"usage": self.usage(choices, n), "twoscale": self.loop_summary(choices)}
 
-    def saved(self, choices: list[Choice]) -> dict[str, Any]:
-        """What leaving early has spared."""
+    def usage(self, choices: list[Choice], n: int) -> dict[str, int]:
+        """OpenAI's token counts; a prompt with n completions is counted once."""
+        n_prompt = sum(len(c.request.prompt) for c in choices[::n])
+        n_completion = sum(len(c.offsets) for c in choices)
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
+
+    def loop_summary(self, choices: list[Choice]) -> dict[str, Any]:
+        """Mean loop steps, and the fraction of loop steps (weighted by layers) that early exits saved."""
         steps = [s for c in choices for s in c.steps]
         sizes = [len(g) for g in self.model.config.groups]
         loops = choices[0].request.params.loops
@@ -172,14 +180,16 @@ class Server:
         saved = 1 - taken / full if full else 0.0
         return {"loops": list(loops), "mean_steps": means, "work_saved": saved, "seed": choices[0].request.sampling.seed}
 
-    def head(self) -> dict[str, Any]:
+    def response_fields(self) -> dict[str, Any]:
+        """The fields that all chunks of a response share."""
         return {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": self.name}
 
-    def entry(self) -> dict[str, Any]:
+    def model_entry(self) -> dict[str, Any]:
+        """The entry of /v1/models."""
         return {"id": self.name, "object": "model", "created": self.started, "owned_by": "twoscale"}
 
     def metrics(self) -> str:
-        """Prometheus's text format."""
+        """Metrics in Prometheus's text format. A sequence is one prompt with one completion; an HTTP request may have several."""
         s, c = self.worker.scheduler, self.worker.scheduler.counters
         lines = []
 
@@ -187,38 +197,38 @@ class Server:
             lines.extend([f"# HELP twoscale_{name} {help_text}", f"# TYPE twoscale_{name} {kind}"])
             lines.extend(f"twoscale_{name}{labels} {value!r}" for labels, value in values)
 
-        add("waiting", "gauge", "Requests in the queue.", ("", len(s.waiting)))
-        add("running", "gauge", "Requests that are being served.", ("", len(s.running)))
-        add("refused_total", "counter", "Requests that were told to come back later.", ("", self.refused))
-        add("connections", "gauge", "Open connections.", ("", len(self.connections.open)))
+        add("waiting", "gauge", "Sequences in the queue.", ("", len(s.waiting)))
+        add("running", "gauge", "Sequences being generated.", ("", len(s.running)))
+        add("refused_total", "counter", "HTTP requests rejected with 429 or 503.", ("", self.n_rejected))
+        add("connections", "gauge", "Open connections.", ("", len(self.connections.active)))
         add(
             "connections_cut_total",
             "counter",
-            "Connections closed by a time limit or to make room.",
-            ("", self.connections.cut),
+            "Connections closed by a time limit or because too many were open.",
+            ("", self.connections.n_closed),
         )
-        add("finished_total", "counter", "Texts that have ended.", ("", c.finished))
-        add("tokens_total", "counter", "New tokens.", ("", c.tokens))
-        add("passed_total", "counter", "Tokens that went through the network, those of prompts included.", ("", c.passed))
-        add("engine_seconds_total", "counter", "Seconds in the engine.", ("", c.engine_seconds))
-        add("calls_total", "counter", "Calls that rows shared.", ("", c.calls))
-        add("rows_total", "counter", "Rows in all calls.", ("", c.rows))
+        add("finished_total", "counter", "Sequences that were started and have ended.", ("", c.finished))
+        add("tokens_total", "counter", "Generated tokens.", ("", c.tokens))
+        add("processed_tokens_total", "counter", "Tokens whose forward pass is done, prompts included.", ("", c.processed_tokens))
+        add("engine_seconds_total", "counter", "Seconds spent in the engine.", ("", c.engine_seconds))
+        add("calls_total", "counter", "Calls of the engine: loop steps, and passes through plain layers.", ("", c.calls))
+        add("rows_total", "counter", "Rows (tokens) of all calls together.", ("", c.rows))
         add(
             "batch_fill",
             "gauge",
-            "Texts of a round, as a share of those that it may have.",
+            "Running sequences divided by max_num_seqs, at most 1.",
             ("", min(1.0, len(s.running) / s.max_num_seqs)),
         )
-        add("cache_bytes", "gauge", "Bytes of keys and values that are promised.", ("", s.held))
-        add("cache_bytes_limit", "gauge", "Bytes that may be promised.", ("", s.cache_bytes))
-        steps = [(f'{{group="{g}"}}', n) for g, n in enumerate(c.steps)]
-        add("loop_steps_total", "counter", "Applications of each group's map to one token.", *steps)
-        means = [(labels, n / max(1, c.passed)) for labels, n in steps]
-        add("mean_steps", "gauge", "Mean steps of a token in each group.", *means)
+        add("cache_bytes", "gauge", "KV cache bytes reserved by running sequences.", ("", s.reserved_bytes))
+        add("cache_bytes_limit", "gauge", "KV cache bytes that may be reserved.", ("", s.cache_bytes))
+        steps = [(f'{{group="{g}"}}', n) for g, n in enumerate(c.loop_steps)]
+        add("loop_steps_total", "counter", "Loop steps of all tokens, by group.", *steps)
+        means = [(labels, n / max(1, c.processed_tokens)) for labels, n in steps]
+        add("mean_steps", "gauge", "Mean loop steps of a token, by group.", *means)
         return "\n".join(lines) + "\n"
 
 
-def _whole_characters(text: str) -> bool:
+def _is_valid_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:

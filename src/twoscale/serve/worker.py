@@ -1,4 +1,4 @@
-"""The thread that runs the scheduler, and the queue through which requests come from the server's event loop."""
+"""The thread that runs the scheduler, and how requests are submitted to it and followed from an asyncio event loop."""
 
 import asyncio
 import contextlib
@@ -10,20 +10,20 @@ from twoscale.config import UserError
 from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
 
-INTERNAL = "the server has failed inside"
+INTERNAL_ERROR = "internal server error"
 
 
-class Failed(Exception):
-    """A request that went wrong inside."""
+class InternalError(Exception):
+    """A request that failed by a fault of the server."""
 
 
 class Busy(Exception):
-    """The queue is full."""
+    """The queue is full, or the server is shutting down."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What has come of a request since its last update: its tokens from `first` to `last`, and whether that is all."""
+    """New tokens first .. last - 1 of a request, and whether it has ended."""
 
     first: int
     last: int
@@ -31,22 +31,23 @@ class Update:
 
 
 class Worker:
-    """Runs the scheduler in a thread of its own. Requests are submitted and followed from an event loop."""
+    """Runs the scheduler in its own thread."""
 
     def __init__(self, scheduler: Scheduler, max_queue: int = 256) -> None:
         self.scheduler, self.max_queue = scheduler, max_queue
         self.failure: str | None = None
+        """The exception that ended the thread."""
         self._events: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[int], int]] = []
-        self._work, self._stopping = threading.Event(), threading.Event()
+        self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="twoscale scheduler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Finish what is there, then end."""
+        """Finish all submitted requests, then end the thread."""
         self._stopping.set()
-        self._work.set()
+        self._wake.set()
         self._thread.join(timeout)
 
     @property
@@ -62,54 +63,54 @@ class Worker:
                     continue
                 if self.stopping:
                     return
-                self._work.wait(0.5)
-                self._work.clear()
-        except Exception as error:  # a fault of ours: nobody must wait for ever
+                self._wake.wait(0.5)
+                self._wake.clear()
+        except Exception as error:  # the thread ends: requests must not wait for ever
             self.failure = f"{type(error).__name__}: {error}"
-            self._give_up()
+            self._fail_all()
             raise
 
-    def _give_up(self) -> None:
+    def _fail_all(self) -> None:
         """End all requests with an error."""
-        for request in self.scheduler.abandon():
-            request.error, request.finish = Failed(INTERNAL), "error"
+        for request in self.scheduler.remove_all():
+            request.error, request.finish = InternalError(INTERNAL_ERROR), "error"
             if request.on_token is not None:
                 request.on_token(request)
         self._deliver_events()
 
     def _deliver_events(self) -> None:
-        """All events of a round in one call to each event loop: waking a loop costs more than the events."""
+        """Send the events of a scheduler step to the event loops, with one call for each loop: waking a loop is the expensive part."""
         events, self._events = self._events, []
         for loop in dict.fromkeys(event[0] for event in events):
-            own = [(queue, i) for its_loop, queue, i in events if its_loop is loop]
+            loop_events = [(queue, i) for its_loop, queue, i in events if its_loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_put, own)
+                loop.call_soon_threadsafe(_put_all, loop_events)
 
     def submit(self, requests: list[Request]) -> None:
-        """All of them or none."""
-        self.check_room(len(requests))
+        """Add requests to the scheduler, all of them or none; Busy or UserError if they cannot be served."""
+        self.check_queue(len(requests))
         for request in requests:
             self.scheduler.check(request)
         for request in requests:
             self.scheduler.add(request)
-        if self.failure is not None:  # just now
-            self._give_up()
-        self._work.set()
+        if self.failure is not None:  # the thread has ended since check_queue
+            self._fail_all()
+        self._wake.set()
 
-    def check_room(self, requests: int) -> None:
-        """Busy where so many more cannot wait now."""
+    def check_queue(self, requests: int) -> None:
+        """Raise Busy if so many more requests do not fit the queue."""
         if self.failure is not None or self.stopping:
-            raise Busy("the server is going down" if self.failure is None else INTERNAL)
+            raise Busy("the server is shutting down" if self.failure is None else INTERNAL_ERROR)
         if len(self.scheduler.waiting) + requests > self.max_queue:
             raise Busy("too many requests are waiting")
 
     async def follow(self, requests: list[Request], timeout: float) -> AsyncIterator[tuple[int, Update]]:
-        """Submit requests and follow them as tokens come: (number of the request, update). They are cancelled when nobody follows them."""
+        """Submit requests and yield (index of the request, update) as tokens are generated. Closing the iterator cancels them."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[int] = asyncio.Queue()
-        number = {request: i for i, request in enumerate(requests)}
+        index = {request: i for i, request in enumerate(requests)}
         for request in requests:
-            request.on_token = lambda request: self._events.append((loop, queue, number[request]))
+            request.on_token = lambda request: self._events.append((loop, queue, index[request]))
         self.submit(requests)
         n_seen = [0] * len(requests)
         live = set(range(len(requests)))
@@ -119,10 +120,10 @@ class Worker:
                 async with asyncio.timeout_at(deadline):
                     i = await queue.get()
                 request = requests[i]
-                done = bool(request.finish)  # first: tokens that come meanwhile are an update of their own
+                done = bool(request.finish)  # read before the number of tokens: later tokens belong to the next update
                 n = len(request.tokens)
                 if request.error is not None:
-                    raise Failed(str(request.error) if isinstance(request.error, UserError | Failed) else INTERNAL)
+                    raise InternalError(str(request.error) if isinstance(request.error, UserError | InternalError) else INTERNAL_ERROR)
                 if i in live and (n > n_seen[i] or done):
                     yield i, Update(n_seen[i], n, done)
                     n_seen[i] = n
@@ -131,9 +132,9 @@ class Worker:
         finally:
             for i in live:
                 requests[i].cancelled = True
-            self._work.set()
+            self._wake.set()
 
 
-def _put(events: list[tuple[asyncio.Queue[int], int]]) -> None:
+def _put_all(events: list[tuple[asyncio.Queue[int], int]]) -> None:
     for queue, i in events:
         queue.put_nowait(i)

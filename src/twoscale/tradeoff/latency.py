@@ -81,6 +81,6 @@ class LatencyTimer:
         return steps
 
     def _prefill(self, name: str, window: int, ids: list[int]) -> Cache:
-        cache = self.engine.open(self.prompt + self.tokens, self.params[name])
+        cache = self.engine.new_cache(self.prompt + self.tokens, self.params[name])
         self.engine.run([(window, cache, ids)])
         return cache

@@ -1,7 +1,7 @@
-"""Kernels: one interface (`base.Kernels`), three implementations (`native`, `packed`, `eager`), and the decode copy that uses them."""
+"""Kernels: one interface (`base.Kernels`), three implementations (`native`, `packed`, `torch_ops`), and the decode copy of a model."""
 
 from twoscale.engine.kernels.base import Kernels, RowKernels
 from twoscale.engine.kernels.decode_copy import DecodeCopy, KernelName, choose_kernels, optimize_for_decode
-from twoscale.engine.kernels.eager import EagerKernels
+from twoscale.engine.kernels.torch_ops import TorchKernels
 
-__all__ = ["DecodeCopy", "EagerKernels", "KernelName", "Kernels", "RowKernels", "choose_kernels", "optimize_for_decode"]
+__all__ = ["DecodeCopy", "KernelName", "Kernels", "RowKernels", "TorchKernels", "choose_kernels", "optimize_for_decode"]

@@ -1,4 +1,4 @@
-"""What the engine needs of a set of kernels. The engine never asks which set it has.
+"""The interface of kernels: `Kernels` is implemented by `native`, `packed` and `torch_ops`. The engine does not depend on which one it has.
 
 Shapes: N rows, C width, H query heads, J key/value heads, D head width.
 """
@@ -13,23 +13,23 @@ from twoscale.exits.rule import Meter
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm
 
 if TYPE_CHECKING:
-    from twoscale.engine.cache import LayerCache, Place
+    from twoscale.engine.cache import LayerCache, Positions
     from twoscale.engine.rows import Rows
 
 
 class RowKernels(Protocol):
-    """Kernels that are bound to some rows; what they prepare is used again at every step of these rows."""
+    """Kernels bound to the rows of a batch; what is prepared for the rows is reused at every loop step."""
 
     def attention(self, layer: int) -> Attend:
-        """The attention of one layer: rows write their keys and values, and each attends to its own sequence."""
+        """The attention function of one layer: writes the rows' keys and values to the caches; each row attends to its own sequence."""
 
 
 class Kernels(ABC):
-    """How a decode copy computes. `linear`, `norm`, `mlp` and `block` make its modules; the rest is called at every step."""
+    """A backend. `linear`, `norm`, `mlp` and `block` make the modules of the decode copy; the other methods are called while decoding."""
 
     name: str
     copies_weights: bool
-    """Whether the modules hold weights of their own; else they read the model's."""
+    """Whether the modules have their own copy of the weights; otherwise they use the model's."""
 
     @abstractmethod
     def linear(self, weight: Tensor) -> nn.Module:
@@ -37,40 +37,42 @@ class Kernels(ABC):
 
     @abstractmethod
     def norm(self, norm: RMSNorm) -> nn.Module:
-        """The same RMSNorm."""
+        """A module equivalent to an RMSNorm."""
 
     @abstractmethod
     def mlp(self, mlp: MLP, up: nn.Module, down: nn.Module) -> nn.Module:
-        """The same MLP, with these two linear maps and the activation between them."""
+        """A module equivalent to an MLP: `down(activation(up(x)))` with these two linear modules."""
 
     @abstractmethod
     def block(self, block: Block) -> nn.Module:
-        """The same block, whose modules are already those of these kernels; it is called with the attention of rows."""
+        """A module equivalent to a block, whose submodules have been replaced already; called with `RowKernels.attention`."""
 
     @abstractmethod
     def bind(self, rows: "Rows") -> RowKernels:
-        """Attention for these rows."""
+        """Bind to the rows of a batch."""
 
     @abstractmethod
     def meter(self) -> Meter:
-        """Measures the steps of rows for exit rules; it may keep what it needs from one step to the next."""
+        """A function that computes the step norms which exit rules compare; it may have state. See `exits.rule.Meter`."""
 
     def for_engine(self) -> "Kernels":
-        """The kernels for one engine: the same, unless they keep memory for its sequences."""
+        """The kernels of one engine: a new object if they own memory of its sequences, else the same."""
         return self
 
     @abstractmethod
-    def expect_sequences(self, capacities: Sequence[int]) -> None:
-        """Sequences of these capacities will have caches at the same time."""
+    def hint_capacities(self, capacities: Sequence[int]) -> None:
+        """Hint: sequences of these capacities will have caches at the same time. May be used to size allocations."""
 
     @abstractmethod
     def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
-        """Memory for the keys and the values (L, J, T, D) of a layer, and what must be kept for as long as they are used."""
+        """Memory for keys and values (L, J, T, D) of one layer, and an object that must stay referenced while they are used."""
 
     @abstractmethod
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
-        """Where keys and values lie in memory, for kernels that need to know."""
+        """Memory addresses of keys and values for C kernels; 0 if they are not needed."""
 
     @abstractmethod
-    def settle(self, store: "LayerCache", k: int, at: "Place") -> None:
-        """What tokens wrote at step k becomes what all deeper levels of a layer hold at their positions."""
+    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
+        """Tokens exit the loop after step k: copy their keys and values of level k to all deeper levels of the layer's cache.
+
+        Tokens at deeper steps then attend to the last state of a token that has exited."""

@@ -1,13 +1,13 @@
-"""A copy of a model for decoding: the same stages, groups and loop, with the modules of a set of kernels inside.
+"""A copy of a model for decoding: the same structure, with linear maps, norms, MLPs and blocks replaced by those of a backend.
 
-    native  the C kernels, where they could be built
-    packed  weights packed once for oneDNN, by the operators that torch's own compiler uses; small matrices by F.linear
-    torch   torch's operators on the model's own weights: any device and precision
-    auto    native where it can be had, else packed
+    native  the C kernels, if they could be compiled
+    packed  weights prepacked for oneDNN, with the operators that torch.compile uses; F.linear for small matrices
+    torch   torch's operators on the model's own weights: any device and dtype
+    auto    native if available, else packed
 
-With `native` and `packed` the copy owns all memory that it reads: it decodes with the weights as they were when it was made, and the
-model may change, move or go meanwhile. `optimize_for_decode` compares the fingerprint of the model's weights with that of the copy, and
-makes a new copy where they differ. With `torch` nothing is copied. Another device or another precision means `torch`.
+With `native` and `packed` the copy owns all its memory: later changes of the model do not affect it, and the model may be moved or freed.
+`optimize_for_decode` compares a fingerprint of the model's weights with that of the cached copy, and makes a new copy if they differ. With
+`torch` nothing is copied. A model on a GPU or in another dtype than fp32 always uses `torch`.
 """
 
 import threading
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from twoscale.config import UserError
 from twoscale.engine.kernels.base import Kernels
-from twoscale.engine.kernels.eager import EagerKernels
 from twoscale.engine.kernels.fingerprint import fingerprint, weights_of
 from twoscale.engine.kernels.library import native
 from twoscale.engine.kernels.native import NativeKernels
 from twoscale.engine.kernels.packed import PackedKernels, own_copy
+from twoscale.engine.kernels.torch_ops import TorchKernels
 from twoscale.model import LoopedGPT
 from twoscale.model.group import Adapter
 from twoscale.model.layers import MLP, Block, RMSNorm
@@ -37,14 +37,14 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class DecodeCopy:
-    """A model to decode with, and the kernels inside of it."""
+    """A copy of a model for decoding, and its kernels."""
 
     model: LoopedGPT
     kernels: Kernels
 
 
 class SplitAdapter(nn.Module):
-    """The two halves of a group's adapter."""
+    """A group's input projection A [x; e], split into its parts for the state x and for the input e."""
 
     def __init__(self, adapter: Adapter, kernels: Kernels) -> None:
         super().__init__()
@@ -53,16 +53,16 @@ class SplitAdapter(nn.Module):
         self.of_input = kernels.linear(weight[:, width:].contiguous())
 
 
-_COPYING = threading.RLock()  # one thread at a time makes copies; kernels run without the GIL, and must never lose one that they read
+_COPYING = threading.RLock()  # one thread at a time makes copies: kernels run without the GIL, and the weights they read must not be freed
 _COPIES: WeakKeyDictionary[LoopedGPT, dict[str, tuple[object, DecodeCopy]]] = WeakKeyDictionary()
 
 
 def choose_kernels(name: KernelName, model: LoopedGPT) -> Kernels:
-    """The kernels for a model by their name; `torch` where the model's weights are not plain fp32 on the CPU."""
+    """The kernels for a model by name; always `torch` unless all weights are plain fp32 tensors on the CPU."""
     if name not in NAMES:
         raise UserError(f"kernels = {name!r}: choose one of {', '.join(NAMES)}")
     if name == "torch" or not all(_is_plain(w) for _, w in weights_of(model)):
-        return EagerKernels()
+        return TorchKernels()
     library = None if name == "packed" else native()
     if library is not None:
         return NativeKernels(library)
@@ -72,9 +72,9 @@ def choose_kernels(name: KernelName, model: LoopedGPT) -> Kernels:
 
 
 def optimize_for_decode(model: LoopedGPT, kernels: KernelName = "auto") -> DecodeCopy:
-    """The copy for decoding. It is made once for a model, and again when the model's weights are no longer those of the copy."""
+    """The model's copy for decoding. It is cached, and made again when the model's weights have changed."""
     chosen = choose_kernels(kernels, model)
-    # A copy that reads the model's own weights has to be made again only where a module was replaced.
+    # A copy that uses the model's own weights must be made again only if a module was replaced.
     state = fingerprint(model) if chosen.copies_weights else list(model.modules())[1:]
     with _COPYING:
         copies = _COPIES.setdefault(model, {})
@@ -85,8 +85,8 @@ def optimize_for_decode(model: LoopedGPT, kernels: KernelName = "auto") -> Decod
 
 
 def _is_plain(weight: Tensor) -> bool:
-    known = type(weight) in (Tensor, nn.Parameter)  # a subclass may keep its values elsewhere
-    return known and weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous() and weight.layout == torch.strided
+    ordinary = type(weight) in (Tensor, nn.Parameter)  # a subclass may store its values elsewhere
+    return ordinary and weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous() and weight.layout == torch.strided
 
 
 def _copy(model: LoopedGPT, kernels: Kernels) -> LoopedGPT:

@@ -1,41 +1,42 @@
 /* Fingerprints of weights. Compiled together with team.c, which comes first. */
 
-/* 64-bit sums of `count` tensors' bytes, for noticing that a weight has changed. A tensor is taken in pieces, and each piece in eight lanes of
- * words: h <- P(h) ^ word with a permutation P (a round of AES, or a rotation and an odd factor). That is a bijection of h for any word and
- * of the word for any h, so a change within one word always changes its lane; lanes and pieces are then folded into 64 bits, where two contents meet
- * with a probability of about 2^-64. The pieces' sums, which depend on their places, are combined by xor. Reading the memory takes longer than the arithmetic. */
+/* 64-bit hashes of the bytes of `count` tensors, to detect that a weight has changed. A tensor is hashed in pieces of 1 MB, and a piece in eight
+ * lanes: h = P(h) ^ word with a permutation P (one AES round, or a rotation and a multiplication by an odd constant). This is a bijection of h
+ * for any word and of the word for any h, so a change within one word always changes its lane. Lanes and pieces are then folded into 64 bits; two
+ * different contents collide with a probability of about 2^-64. A piece's hash depends on its index, and the hashes are combined by xor. The
+ * memory's bandwidth is the limit, not the arithmetic. */
 #define PIECE (1 << 20)
 #define LANES 8
 
-static inline uint64_t blend(uint64_t h, uint64_t word) { return ((h << 29 | h >> 35) * 0x9E3779B97F4A7C15u) ^ word; }
+static inline uint64_t mix64(uint64_t h, uint64_t word) { return ((h << 29 | h >> 35) * 0x9E3779B97F4A7C15u) ^ word; }
 
 #ifdef __AES__
 typedef __m128i Word;
-static inline Word stir(Word h, Word word) { return _mm_aesenc_si128(h, word); }
-static inline Word seed_of(int j) { return _mm_set1_epi64x(j + 1); }
+static inline Word mix_word(Word h, Word word) { return _mm_aesenc_si128(h, word); }
+static inline Word initial_lane(int j) { return _mm_set1_epi64x(j + 1); }
 #else
 typedef uint64_t Word;
-static inline Word stir(Word h, Word word) { return blend(h, word); }
-static inline Word seed_of(int j) { return j + 1; }
+static inline Word mix_word(Word h, Word word) { return mix64(h, word); }
+static inline Word initial_lane(int j) { return j + 1; }
 #endif
 
-static uint64_t piece_sum(const unsigned char *p, int64_t bytes, uint64_t place) {
+static uint64_t piece_sum(const unsigned char *p, int64_t bytes, uint64_t piece) {
     Word h[LANES], word;
-    uint64_t sum = place, halves[LANES * sizeof h[0] / 8];
+    uint64_t sum = piece, halves[LANES * sizeof h[0] / 8];
     int64_t i = 0;
-    for (int j = 0; j < LANES; j++) h[j] = seed_of(j);
+    for (int j = 0; j < LANES; j++) h[j] = initial_lane(j);
     for (; i + (int64_t)sizeof h <= bytes; i += sizeof h)
-        for (int j = 0; j < LANES; j++) memcpy(&word, p + i + j * sizeof word, sizeof word), h[j] = stir(h[j], word);
+        for (int j = 0; j < LANES; j++) memcpy(&word, p + i + j * sizeof word, sizeof word), h[j] = mix_word(h[j], word);
     for (int j = 0; i < bytes; i += sizeof word, j++) {
         int64_t rest = bytes - i < (int64_t)sizeof word ? bytes - i : (int64_t)sizeof word;
         memset(&word, 0, sizeof word);
         memcpy(&word, p + i, rest);
-        h[j] = stir(h[j], word);
+        h[j] = mix_word(h[j], word);
     }
-    for (int j = 0; j < LANES; j++) h[j] = stir(h[j], seed_of(j));
+    for (int j = 0; j < LANES; j++) h[j] = mix_word(h[j], initial_lane(j));
     memcpy(halves, h, sizeof h);
-    for (int j = 0; j < (int)(sizeof h / 8); j++) sum = blend(sum, halves[j]);
-    sum = blend(sum, bytes);
+    for (int j = 0; j < (int)(sizeof h / 8); j++) sum = mix64(sum, halves[j]);
+    sum = mix64(sum, bytes);
     return sum ^ sum >> 32;
 }
 
@@ -48,21 +49,21 @@ typedef struct {
 
 static inline int pieces_of(int64_t bytes) { return (int)((bytes + PIECE - 1) / PIECE); }
 
-static void fingerprints_task(const void *arguments, Member *me) {
+static void fingerprints_task(const void *arguments, Thread *self) {
     const Weights *a = arguments;
-    Span s = phase(me, a->pieces, 1); /* the pieces of all tensors, numbered through */
-    while (claim(me, &s))
+    Phase s = begin_phase(self, a->pieces, 1); /* the pieces of all tensors, numbered through */
+    while (claim(self, &s))
         for (int i = s.first, t = 0, before = 0; i < s.last; i++) {
             for (; i - before >= pieces_of(a->bytes[t]); t++) before += pieces_of(a->bytes[t]);
             int64_t at = (int64_t)(i - before) * PIECE, size = a->bytes[t] - at < PIECE ? a->bytes[t] - at : PIECE;
             __atomic_fetch_xor(&a->sums[t], piece_sum(a->data[t] + at, size, (uint64_t)(i - before)), __ATOMIC_RELAXED);
         }
-    settled(me, &s);
+    finish_phase(self, &s);
 }
 
 void fingerprints(int threads, int count, const unsigned char *const *data, const int64_t *bytes, uint64_t *sums) {
     Weights a = {count, 0, data, bytes, sums};
     memset(sums, 0, count * sizeof *sums);
     for (int t = 0; t < count; t++) a.pieces += pieces_of(bytes[t]);
-    RUN(threads, fingerprints_task, a);
+    RUN_TASK(threads, fingerprints_task, a);
 }

@@ -1,8 +1,7 @@
-"""A fingerprint of a model's weights: whether they are still what they were, however they may have been changed.
+"""A fingerprint of a model's weights, to detect that they have changed.
 
-torch's version counters do not answer that: a fused optimizer, `p.data`, NumPy views and inference-mode tensors change weights and leave
-the counters alone. So every byte is read, and a change goes unnoticed with a probability of about 2^-64 (2^-32 where
-there are no C kernels).
+torch's version counters are not enough: fused optimizers, `p.data`, NumPy views and inference-mode tensors change weights without
+increasing them. So every byte is hashed. A change is missed with a probability of about 2^-64 (2^-32 without C kernels, by CRC-32).
 """
 
 import ctypes
@@ -18,24 +17,24 @@ Fingerprint = tuple[tuple[str, torch.Size, int], ...]
 
 
 def weights_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Names and values of all parameters and buffers; one that is used at several places comes once."""
+    """Names and values of all parameters and buffers; shared ones are listed once."""
     return [(name, p.detach()) for name, p in chain(model.named_parameters(), model.named_buffers())]
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """(name, shape, sum of all bytes) of every weight; they must be fp32, contiguous and on the CPU."""
+    """(name, shape, hash) of every weight; the weights must be fp32, contiguous and on the CPU."""
     weights = weights_of(model)
-    sums = _sums([w for _, w in weights])
-    return tuple((name, w.shape, sum_) for (name, w), sum_ in zip(weights, sums, strict=True))
+    hashes = _hashes([w for _, w in weights])
+    return tuple((name, w.shape, hash_) for (name, w), hash_ in zip(weights, hashes, strict=True))
 
 
-def _sums(weights: list[Tensor]) -> list[int]:
+def _hashes(weights: list[Tensor]) -> list[int]:
     library = native()
     if library is None:
         return [zlib.crc32(w.numpy()) for w in weights]  # type: ignore[arg-type]
     n = len(weights)
     data = (ctypes.c_void_p * n)(*(pointer(w, w.numel()) for w in weights))
     sizes = (ctypes.c_int64 * n)(*(4 * w.numel() for w in weights))
-    sums = (ctypes.c_uint64 * n)()
-    library.fingerprints(threads_to_use(), n, data, sizes, sums)
-    return list(sums)
+    hashes = (ctypes.c_uint64 * n)()
+    library.fingerprints(threads_to_use(), n, data, sizes, hashes)
+    return list(hashes)

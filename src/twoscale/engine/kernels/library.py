@@ -1,12 +1,12 @@
-"""The library of C kernels, built once on this machine: `native()` returns it, or None where it cannot be built.
+"""Compiles and loads the C kernels. `native()` returns the library, or None if no C compiler is found or the build fails.
 
-It needs a C compiler (cc, gcc or clang, or what $CC names) and a CPU. The library lies in the user's cache folder under a name
-made from the source, the compiler and the CPU, and from its own size and hash, which are checked before it is loaded.
-TWOSCALE_NATIVE=0 turns it off; torch's operators then do the work.
+The compiler is $CC, or the first of cc, gcc and clang. The library is cached in the user's cache folder. Its file name contains a hash of
+source, compiler and CPU, and its own size and hash, which are checked before it is loaded. TWOSCALE_NATIVE=0 disables the C kernels.
 """
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -30,14 +30,14 @@ from twoscale.config.cpu import usable_cores
 from twoscale.config.files import sync
 
 SANITIZE = os.environ.get("TWOSCALE_SANITIZE", "0") not in ("", "0")
-"""Whether the kernels are built with AddressSanitizer and UndefinedBehaviorSanitizer, as `make sanitize` does; the process must then have
-been started with libasan preloaded."""
+"""Whether to build with AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`); the process must be started with libasan
+preloaded."""
 
-FUSED = 512
-"""Up to so many rows go through a whole block in one call, which holds all that is in between."""
+MAX_FUSED_ROWS = 512
+"""Up to this many rows a block is one fused call; more rows use one call per operator, which needs less scratch memory."""
 
-PANEL = 16
-HUGE = 2 << 20
+PANEL = 16  # outputs of a panel, as in native.c
+HUGE_PAGE = 2 << 20  # bytes
 SOURCES = ("team.c", "native.c", "sample.c", "fingerprint.c")  # one translation unit, in this order
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
 _SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3", "-DNDEBUG")
@@ -49,7 +49,7 @@ _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
     "linear": [_INT] * 4 + [_PTR] * 3,
     "silu": [_INT] * 4 + [_PTR] * 2,
-    "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
+    "fill_levels": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
     "residual_norm": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "rms_norm": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
@@ -61,7 +61,7 @@ _SIGNATURES = {
 
 
 class BlockWeights(ctypes.Structure):
-    """A block's sizes and weights, as native.c has them."""
+    """The struct Block of native.c: sizes and weights of a block."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("C", "H", "J", "D", "M", "gated", "on_sum")),
@@ -71,10 +71,10 @@ class BlockWeights(ctypes.Structure):
 
 
 class KVView(ctypes.Structure):
-    """Where rows store their keys and values, as native.c has it."""
+    """The struct KVView of native.c: where rows write keys and values, and what they attend to."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("owner", "room", "position", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("sequence", "capacity", "position", "keys", "values")),
         ("longest", ctypes.c_int64),
     )
 
@@ -83,7 +83,7 @@ T = TypeVar("T")
 
 
 class Once(Generic[T]):
-    """A function without arguments whose result is made once, by the thread that asks first; the others wait for it."""
+    """A thread-safe functools.cache for a function without arguments: other threads wait for the first call."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.__doc__ = make.__doc__
@@ -102,7 +102,7 @@ class Once(Generic[T]):
 
 @Once
 def native() -> Library | None:
-    """The loaded library, or None."""
+    """The loaded library, or None if it is not available."""
     if os.environ.get("TWOSCALE_NATIVE", "1") == "0":
         return None
     try:
@@ -114,21 +114,22 @@ def native() -> Library | None:
 
 
 class NoCompiler(OSError):
-    """There is no C compiler."""
+    """No C compiler was found."""
 
 
 def threads_to_use() -> int:
-    """How many threads a kernel may use: torch's number (OMP_NUM_THREADS, torch.set_num_threads), and no more than the usable cores."""
+    """The number of threads of a kernel call: torch's (OMP_NUM_THREADS, torch.set_num_threads), at most the usable cores."""
     return min(torch.get_num_threads(), _cores())
 
 
-@Once
+@functools.cache
 def _cores() -> int:
+    """Cached because every kernel call asks for it. Concurrent first calls return the same number."""
     return usable_cores()
 
 
 def pointer(tensor: Tensor, size: int, dtype: torch.dtype = torch.float32) -> int:
-    """The address of a tensor's memory, for C. All tensors that C code reads or writes are checked here, and nowhere else.
+    """The address of a tensor's memory, for C. Every tensor that C code reads or writes is checked by one of these three functions.
 
     The tensor must have exactly `size` entries of `dtype`, contiguous and on the CPU. About 0.3 us.
     """
@@ -138,18 +139,18 @@ def pointer(tensor: Tensor, size: int, dtype: torch.dtype = torch.float32) -> in
 
 
 def input_and_output(x: Tensor, size: int, shape: tuple[int, ...] | None = None) -> tuple[Tensor, int, Tensor, int]:
-    """x, contiguous; its address, checked as above; fresh memory of the same kind, by default of the same shape; and its address.
+    """(x contiguous, its checked address, an empty output tensor, its address). The output has the shape of x by default.
 
-    What is made here from a tensor that was checked needs no check of its own. The caller keeps both tensors until C is done."""
+    The caller must keep both tensors until the C call returns."""
     x = x.contiguous()
     if x.dtype is not torch.float32 or not x.is_cpu or x.numel() != size:
         raise _refusal(x, f"{size} entries of torch.float32 on the CPU")
-    y = torch.empty_like(x) if shape is None else x.new_empty(*shape)  # a tuple would cost half a microsecond more
+    y = torch.empty_like(x) if shape is None else x.new_empty(*shape)  # unpacked: passing a tuple costs half a microsecond more
     return x, x.data_ptr(), y, y.data_ptr()
 
 
 def row_pointer(heads: Tensor, n: int, H: int, D: int) -> int:
-    """The same for queries, keys or values (1, n, H, D) whose rows lie apart, as slices of a larger tensor do."""
+    """The same for queries, keys or values (1, n, H, D) whose rows may have a stride, such as slices of a larger tensor."""
     shape, strides = heads.shape, heads.stride()
     dense = shape == (1, n, H, D) and strides[3] == 1 and strides[2] == D and (n == 1 or strides[1] >= H * D)
     if heads.dtype is not torch.float32 or not heads.is_cpu or not dense:
@@ -163,32 +164,32 @@ def _refusal(tensor: Tensor, wanted: str) -> TypeError:
 
 
 def floats(size: int) -> Tensor:
-    """Fresh memory for C code, (size,): fp32 on the CPU, whatever torch's defaults are."""
+    """An empty tensor (size,), fp32 on the CPU even if torch's defaults are different."""
     return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def panels(weight: Tensor) -> Tensor:
-    """A matrix (O, I) as the kernels want it: panels of 16 outputs (O / 16, I, 16), zeros after the last."""
+    """A matrix (O, I) in the layout of the kernels: panels of 16 outputs (ceil(O / 16), I, 16), padded with zeros."""
     weight = weight.detach()
     O, I = weight.shape  # noqa: E741
     padded = F.pad(weight, (0, 0, 0, -O % PANEL)).view(-1, PANEL, I).transpose(1, 2)
-    return _roomy(padded.shape).copy_(padded)
+    return _empty_matrix(padded.shape).copy_(padded)
 
 
-def _roomy(shape: torch.Size) -> Tensor:
-    """Memory for a matrix; a large one in huge pages where the system has them, which the kernels read some 5 % quicker."""
+def _empty_matrix(shape: torch.Size) -> Tensor:
+    """An empty tensor for a matrix. Large ones use huge pages if the system has them: the kernels are about 5 % faster."""
     size = 4 * shape.numel()
-    if size < 2 * HUGE or SANITIZE or not hasattr(mmap, "MADV_HUGEPAGE"):  # the sanitizer guards what malloc gives
+    if size < 2 * HUGE_PAGE or SANITIZE or not hasattr(mmap, "MADV_HUGEPAGE"):  # the sanitizer checks memory of malloc only
         return floats(shape.numel()).view(shape)
-    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.float32)
-    return whole[-whole.data_ptr() % HUGE // 4 :][: shape.numel()].view(shape)
+    return whole[-whole.data_ptr() % HUGE_PAGE // 4 :][: shape.numel()].view(shape)
 
 
 def load_library() -> Library:
-    """The library from the cache folder if it is whole, else built anew."""
+    """The library from the cache folder if it is there and intact, else newly compiled."""
     if SANITIZE and not hasattr(ctypes.CDLL(None), "__asan_init"):
         raise UserError("TWOSCALE_SANITIZE=1 needs a process with libasan preloaded: use make sanitize, or unset it")
     source = b"\n".join(resources.files("twoscale.engine.kernels").joinpath(name).read_bytes() for name in SOURCES)
@@ -196,17 +197,17 @@ def load_library() -> Library:
     if compiler is None or shutil.which(compiler) is None:
         raise NoCompiler("no C compiler")
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
-    key = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu()))).hexdigest()[:24]
-    folder = _folder()
+    key = hashlib.sha256(b"|".join((source, " ".join(FLAGS).encode(), compiler.encode(), version, _cpu_description()))).hexdigest()[:24]
+    folder = _cache_folder()
     for path in sorted(folder.glob(f"native-{key}-*.so")):
-        if _whole(path):
+        if _is_intact(path):
             with contextlib.suppress(OSError, AttributeError):
-                return _opened(path)
-    return _opened(_compile(compiler, source, folder, key))
+                return _open_library(path)
+    return _open_library(_compile(compiler, source, folder, key))
 
 
-def _whole(path: Path) -> bool:
-    """Whether a library has the size and the hash of its name, native-KEY-SIZE-SHA256.so: a cut one would end the process with SIGBUS."""
+def _is_intact(path: Path) -> bool:
+    """Whether a file has the size and hash in its name native-KEY-SIZE-SHA256.so. Loading a truncated one would end in SIGBUS."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -214,35 +215,35 @@ def _whole(path: Path) -> bool:
     return path.stem.split("-")[2:] == [str(len(data)), hashlib.sha256(data).hexdigest()]
 
 
-def _opened(path: Path) -> Library:
+def _open_library(path: Path) -> Library:
     library = ctypes.CDLL(str(path))
     for name, types in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
-    if not _right(library):
-        raise OSError("a product comes out wrong")
+    if not _self_test(library):
+        raise OSError("the self-test failed: a matrix product is wrong")
     return library
 
 
-def _right(library: Library) -> bool:
-    """Whether a small product comes out as torch has it."""
+def _self_test(library: Library) -> bool:
+    """Whether a small matrix product agrees with torch."""
     x, w = (torch.linspace(-1, 1, n * 37, dtype=torch.float32, device="cpu").view(n, 37) for n in (3, 19))
-    inside, y = panels(w), floats(3 * 19).view(3, 19)
-    places = pointer(x, 3 * 37), pointer(inside, 2 * PANEL * 37), pointer(y, 3 * 19)
-    library.linear(threads_to_use(), 3, 37, 19, *places)
+    packed, y = panels(w), floats(3 * 19).view(3, 19)
+    addresses = pointer(x, 3 * 37), pointer(packed, 2 * PANEL * 37), pointer(y, 3 * 19)
+    library.linear(threads_to_use(), 3, 37, 19, *addresses)
     return torch.allclose(y, F.linear(x, w), atol=1e-4)
 
 
 def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
-    """The library gets its name when all of it is on the disk: nobody ever sees half of one, and two processes may build at once."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        code, built = (Path(place) / f"native.{end}" for end in ("c", "so"))
+    """Compile into a temporary folder, then rename: other processes never see an incomplete file, and two may build at once."""
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        code, built = (Path(temporary) / f"native.{end}" for end in ("c", "so"))
         code.write_bytes(source)
         try:
-            _call(compiler, *FLAGS, "-shared", str(code), "-o", str(built), "-lm")
+            _run_compiler(compiler, *FLAGS, "-shared", str(code), "-o", str(built), "-lm")
         except subprocess.SubprocessError as error:
-            said = (getattr(error, "stderr", None) or b"").decode(errors="replace")[-300:]
-            raise OSError(f"the kernels did not compile: {error} {said}".strip()) from None
+            output = (getattr(error, "stderr", None) or b"").decode(errors="replace")[-300:]
+            raise OSError(f"the kernels did not compile: {error} {output}".strip()) from None
         data = built.read_bytes()
         library = folder / f"native-{key}-{len(data)}-{hashlib.sha256(data).hexdigest()}.so"
         sync(built)
@@ -251,13 +252,13 @@ def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
         return library
 
 
-def _call(*words: str) -> None:
+def _run_compiler(*words: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run(words, capture_output=True, timeout=120, check=True, env=env)
 
 
-def _folder() -> Path:
-    """A folder that only this user can write to."""
+def _cache_folder() -> Path:
+    """A folder that only this user can write to; a temporary one if there is none in the user's cache folder."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twoscale"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -269,8 +270,8 @@ def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="twoscale-"))
 
 
-def _cpu() -> bytes:
-    """What -march=native depends on."""
+def _cpu_description() -> bytes:
+    """The CPU features that -march=native depends on, and torch's version."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         described = sorted({line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))})

@@ -1,12 +1,11 @@
-/* The few operations of a block on few rows, fused: what decoding one token at a time spends its time in.
+/* The operations of a transformer block, and a fused block, for decoding with few rows.
  *
- * Compiled once on the user's machine by library.py, after team.c, and called through ctypes; where there is no compiler the engine runs on
- * torch's operators. Everything is fp32 and contiguous unless a stride is given.
+ * Compiled once on the user's machine by library.py, after team.c, and called through ctypes. Without a compiler the engine uses torch's
+ * operators. Everything is fp32 and contiguous unless a stride is given.
  *
- * A dot product is summed in the same order whatever the number of rows, so a row's result does not depend, to the bit, on
- * the rows beside it.
+ * A dot product is summed in the same order for any number of rows, so a row's result is bit-equal in every batch.
  *
- * Letters: n rows, C width, H query heads, J key/value heads, D head width, M hidden width of the MLP.
+ * Shapes: n rows, C width, H query heads, J key/value heads, D head width, M hidden width of the MLP.
  */
 
 #ifdef __AVX__
@@ -18,8 +17,8 @@ typedef int32_t v8i __attribute__((vector_size(32)));
 
 static inline v8 load(const float *p) { v8 v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, v8 v) { memcpy(p, &v, sizeof v); }
-static inline v8 all(float x) { return (v8){x, x, x, x, x, x, x, x}; }
-static inline float total(v8 v) { /* ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)) */
+static inline v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
+static inline float horizontal_sum(v8 v) { /* ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)) */
 #ifdef __AVX__
     __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -29,7 +28,7 @@ static inline float total(v8 v) { /* ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)) *
 #endif
 }
 /* Four sums at once, each ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). */
-static inline void totals(const v8 *v, float scale, float *s) {
+static inline void horizontal_sums(const v8 *v, float scale, float *s) {
 #ifdef __AVX__
     __m256 t = _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[0], (__m256)v[1]), _mm256_hadd_ps((__m256)v[2], (__m256)v[3]));
     _mm_storeu_ps(s, _mm_mul_ps(_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)), _mm_set1_ps(scale)));
@@ -39,10 +38,10 @@ static inline void totals(const v8 *v, float scale, float *s) {
 #endif
 }
 
-static inline v8 pick(v8i mask, v8 a, v8 b) { return (v8)(((v8i)a & mask) | ((v8i)b & ~mask)); }
+static inline v8 blend(v8i mask, v8 a, v8 b) { return (v8)(((v8i)a & mask) | ((v8i)b & ~mask)); }
 
-/* a b + c. Said outright, because compilers fuse or part the two as they see fit in each loop, and then a row's last bits
- * would depend on how many rows there are. */
+/* a b + c as one fused operation where the CPU has it. Written as an intrinsic: a compiler may fuse in one loop and not in another, and then
+ * a row's last bits would depend on the number of rows. */
 static inline v8 fma8(v8 a, v8 b, v8 c) {
 #ifdef __FMA__
     return (v8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -53,108 +52,108 @@ static inline v8 fma8(v8 a, v8 b, v8 c) {
 
 /* e^x by 2^k e^r, |r| <= ln 2 / 2; within 2 units of the last place, NaN stays NaN. */
 static inline v8 vexp(v8 x) {
-    x = pick(x > all(88.3f), all(88.3f), x);
-    x = pick(x < all(-87.3f), all(-87.3f), x);
-    v8 shifted = x * all(1.44269504f) + all(12582912.0f); /* rounds to a whole number in the low bits */
-    v8 k = shifted - all(12582912.0f);
-    v8 r = x - k * all(0.693359375f);
-    r = r - k * all(-2.12194440e-4f);
-    v8 p = all(1.9875691500e-4f);
-    p = p * r + all(1.3981999507e-3f);
-    p = p * r + all(8.3334519073e-3f);
-    p = p * r + all(4.1665795894e-2f);
-    p = p * r + all(1.6666665459e-1f);
-    p = p * r + all(5.0000001201e-1f);
-    p = p * r * r + r + all(1.0f);
-    v8i scale = ((v8i)shifted - (v8i)all(12582912.0f) + 127) << 23;
+    x = blend(x > splat(88.3f), splat(88.3f), x);
+    x = blend(x < splat(-87.3f), splat(-87.3f), x);
+    v8 shifted = x * splat(1.44269504f) + splat(12582912.0f); /* rounds to a whole number in the low bits */
+    v8 k = shifted - splat(12582912.0f);
+    v8 r = x - k * splat(0.693359375f);
+    r = r - k * splat(-2.12194440e-4f);
+    v8 p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    v8i scale = ((v8i)shifted - (v8i)splat(12582912.0f) + 127) << 23;
     return p * (v8)scale;
 }
 
-/* Matrices come in panels of 16 outputs: w[o / 16][i][o % 16], the last one padded with zeros. A panel is taken CHUNK inputs at
- * a time, which stay in the nearest cache while all rows pass; a sum is its chunks' sums, added in order. */
+/* Weight matrices are stored in panels of 16 outputs: w[o / 16][i][o % 16], the last panel padded with zeros. A panel is read CHUNK inputs
+ * at a time, which stay in the L1 cache for all rows. A dot product is the sum of its chunks' sums, added in order. */
 #define PANEL 16
 #define CHUNK 256
 
-/* Hold a vector in a register: left alone, the compiler loads a weight again for every row that meets it. */
+/* Keep a vector in a register; without this the compiler loads the weights again for every row. */
 #ifdef __AVX__
-#define KEEP(v) __asm__("" : "+x"(v))
+#define KEEP_IN_REGISTER(v) __asm__("" : "+x"(v))
 #else
-#define KEEP(v) (void)(v)
+#define KEEP_IN_REGISTER(v) (void)(v)
 #endif
 
-/* T rows of x against P panels, k inputs: y[t] (+)= x[t] w, for the first `wide` outputs. With three rows or more there is time to
- * ask for the next chunk meanwhile: the processor's own prefetching stops at every page, and the first tile would wait. */
-#define MICRO(T, P)                                                                                                    \
-    static void micro_##T##_##P(int k, long panel, const float *w, const float *x, long ldx, float *y, long ldy, int wide, int more) { \
-        v8 acc[T][2 * P];                                                                                              \
-        for (int t = 0; t < T; t++)                                                                                    \
-            for (int j = 0; j < 2 * P; j++) acc[t][j] = all(0);                                                        \
-        for (int i = 0; i < k; i++) {                                                                                  \
-            v8 ws[2 * P];                                                                                              \
-            if (T > 2) __builtin_prefetch(w + (i + CHUNK) * PANEL, 0, 2);                                              \
-            for (int j = 0; j < 2 * P; j++) ws[j] = load(w + j / 2 * panel + i * PANEL + j % 2 * 8);                   \
-            if (T > 1) for (int j = 0; j < 2 * P; j++) KEEP(ws[j]);                                                    \
-            for (int t = 0; t < T; t++) {                                                                              \
-                v8 xs = all(x[t * ldx + i]);                                                                           \
-                for (int j = 0; j < 2 * P; j++) acc[t][j] = fma8(ws[j], xs, acc[t][j]);                                \
-            }                                                                                                          \
-        }                                                                                                              \
-        for (int t = 0; t < T; t++)                                                                                    \
-            for (int j = 0; j < 2 * P; j++) {                                                                          \
-                float *at = y + t * ldy + 8 * j;                                                                       \
-                if (8 * j + 8 <= wide) store(at, more ? load(at) + acc[t][j] : acc[t][j]);                             \
-                else for (int o = 0; 8 * j + o < wide; o++) at[o] = more ? at[o] + acc[t][j][o] : acc[t][j][o];        \
-            }                                                                                                          \
+/* The inner kernel: T rows of x times P panels over k inputs, for the first `n_outputs` outputs. y[t] = x[t] w, or y[t] += x[t] w with
+ * `accumulate`. With three rows or more the next chunk is prefetched: the hardware prefetcher stops at page boundaries. */
+#define MICRO(T, P)                                                                                                                               \
+    static void micro_##T##_##P(int k, long panel, const float *w, const float *x, long ldx, float *y, long ldy, int n_outputs, int accumulate) { \
+        v8 acc[T][2 * P];                                                                                                                         \
+        for (int t = 0; t < T; t++)                                                                                                               \
+            for (int j = 0; j < 2 * P; j++) acc[t][j] = splat(0);                                                                                 \
+        for (int i = 0; i < k; i++) {                                                                                                             \
+            v8 ws[2 * P];                                                                                                                         \
+            if (T > 2) __builtin_prefetch(w + (i + CHUNK) * PANEL, 0, 2);                                                                         \
+            for (int j = 0; j < 2 * P; j++) ws[j] = load(w + j / 2 * panel + i * PANEL + j % 2 * 8);                                              \
+            if (T > 1) for (int j = 0; j < 2 * P; j++) KEEP_IN_REGISTER(ws[j]);                                                                   \
+            for (int t = 0; t < T; t++) {                                                                                                         \
+                v8 xs = splat(x[t * ldx + i]);                                                                                                    \
+                for (int j = 0; j < 2 * P; j++) acc[t][j] = fma8(ws[j], xs, acc[t][j]);                                                           \
+            }                                                                                                                                     \
+        }                                                                                                                                         \
+        for (int t = 0; t < T; t++)                                                                                                               \
+            for (int j = 0; j < 2 * P; j++) {                                                                                                     \
+                float *at = y + t * ldy + 8 * j;                                                                                                  \
+                if (8 * j + 8 <= n_outputs) store(at, accumulate ? load(at) + acc[t][j] : acc[t][j]);                                             \
+                else for (int o = 0; 8 * j + o < n_outputs; o++) at[o] = accumulate ? at[o] + acc[t][j][o] : acc[t][j][o];                        \
+            }                                                                                                                                     \
     }
 MICRO(1, 1) MICRO(1, 4) MICRO(2, 1) MICRO(2, 2) MICRO(3, 1) MICRO(4, 1) MICRO(5, 1) MICRO(6, 1)
 
 typedef void (*Micro)(int, long, const float *, const float *, long, float *, long, int, int);
 
 /* Panels first .. last - 1 of a matrix (O, I) for all n rows. */
-static void some_panels(int n, int I, int O, int first, int last, const float *w, const float *x, long ldx, float *y, long ldy) {
-    static const Micro one[7] = {0, micro_1_1, micro_2_1, micro_3_1, micro_4_1, micro_5_1, micro_6_1};
+static void matmul_panels(int n, int I, int O, int first, int last, const float *w, const float *x, long ldx, float *y, long ldy) {
+    static const Micro single_panel[7] = {0, micro_1_1, micro_2_1, micro_3_1, micro_4_1, micro_5_1, micro_6_1};
     long panel = (long)I * PANEL;
     int tiles = (n + 5) / 6, p = first;
     while (p < last) {
-        int several = n == 1 ? 4 : n == 2 ? 2 : 1; /* few rows take several panels at a time, to have enough sums under way */
-        if (p + several > last || (p + several) * PANEL > O) several = 1;
-        Micro step = several == 4 ? micro_1_4 : several == 2 ? micro_2_2 : 0;
-        int wide = O - p * PANEL < several * PANEL ? O - p * PANEL : several * PANEL;
+        int n_panels = n == 1 ? 4 : n == 2 ? 2 : 1; /* with few rows several panels at a time: enough independent sums to hide the latency of an FMA */
+        if (p + n_panels > last || (p + n_panels) * PANEL > O) n_panels = 1;
+        Micro kernel = n_panels == 4 ? micro_1_4 : n_panels == 2 ? micro_2_2 : 0;
+        int n_outputs = O - p * PANEL < n_panels * PANEL ? O - p * PANEL : n_panels * PANEL;
         for (int i = 0; i < I; i += CHUNK) {
             int k = I - i < CHUNK ? I - i : CHUNK;
             for (int j = 0, t = 0; j < tiles; j++) {
                 int rows = (n - t) / (tiles - j);
-                (step ? step : one[rows])(k, panel, w + p * panel + (long)i * PANEL, x + t * ldx + i, ldx, y + t * ldy + p * PANEL, ldy, wide, i > 0);
+                (kernel ? kernel : single_panel[rows])(k, panel, w + p * panel + (long)i * PANEL, x + t * ldx + i, ldx, y + t * ldy + p * PANEL, ldy, n_outputs, i > 0);
                 t += rows;
             }
         }
-        p += several;
+        p += n_panels;
     }
 }
 
-/* y = x w^T: one phase, GRAB panels at a time. Returns 0 where the call is over. */
-#define GRAB 8
-#define SLICE 510 /* rows at a time, which stay near: whole tiles of 6 */
-static int matrix(Member *me, int n, int I, int O, const float *w, const float *x, long ldx, float *y, long ldy) {
-    Span s = phase(me, (O + PANEL - 1) / PANEL, GRAB);
-    while (claim(me, &s))
-        for (int t = 0; t < n; t += SLICE)
-            some_panels(n - t < SLICE ? n - t : SLICE, I, O, s.first, s.last, w, x + t * ldx, ldx, y + t * ldy, ldy);
-    return settled(me, &s);
+/* y = x w^T in one phase. Returns 0 if the call is over. */
+#define PANELS_PER_CLAIM 8
+#define MAX_ROWS 510 /* rows at a time, so that they stay in the cache: whole tiles of 6 */
+static int matmul(Thread *self, int n, int I, int O, const float *w, const float *x, long ldx, float *y, long ldy) {
+    Phase s = begin_phase(self, (O + PANEL - 1) / PANEL, PANELS_PER_CLAIM);
+    while (claim(self, &s))
+        for (int t = 0; t < n; t += MAX_ROWS)
+            matmul_panels(n - t < MAX_ROWS ? n - t : MAX_ROWS, I, O, s.first, s.last, w, x + t * ldx, ldx, y + t * ldy, ldy);
+    return finish_phase(self, &s);
 }
 
 static void rms_norm_row(int C, const float *x, const float *gain, float eps, float *y) {
-    v8 sum = all(0);
+    v8 sum = splat(0);
     int i = 0;
     for (; i + 8 <= C; i += 8) { v8 v = load(x + i); sum += v * v; }
-    float s = total(sum);
+    float s = horizontal_sum(sum);
     for (; i < C; i++) s += x[i] * x[i];
     float scale = 1.0f / sqrtf(s / C + eps);
-    for (i = 0; i + 8 <= C; i += 8) store(y + i, load(x + i) * all(scale) * load(gain + i));
+    for (i = 0; i + 8 <= C; i += 8) store(y + i, load(x + i) * splat(scale) * load(gain + i));
     for (; i < C; i++) y[i] = x[i] * scale * gain[i];
 }
 
-/* x <- n(x + y), or x + n(y); without a gain there is no norm */
+/* out = norm(x + y) with `on_sum`, else x + norm(y); no norm if `gain` is null */
 static void residual_norm_row(int C, int on_sum, const float *x, const float *y, const float *gain, float eps, float *out) {
     if (on_sum || !gain) {
         for (int i = 0; i < C; i++) out[i] = x[i] + y[i];
@@ -165,15 +164,15 @@ static void residual_norm_row(int C, int on_sum, const float *x, const float *y,
     }
 }
 
-/* Channels from .. to - 1 of silu(h[:M]), or silu(h[:M]) * h[M:]; y may be h. */
+/* Channels from .. to - 1 of silu(h[:M]), or of silu(h[:M]) * h[M:] if gated; y may be h. */
 static void silu_row(int from, int to, int M, int gated, const float *h, float *y) {
     int i = from;
     for (; i + 8 <= to; i += 8) {
-        v8 x = load(h + i), s = x / (all(1.0f) + vexp(-x));
+        v8 x = load(h + i), s = x / (splat(1.0f) + vexp(-x));
         store(y + i, gated ? s * load(h + M + i) : s);
     }
     for (; i < to; i++) {
-        float s = h[i] / (1.0f + vexp(all(-h[i]))[0]);
+        float s = h[i] / (1.0f + vexp(splat(-h[i]))[0]);
         y[i] = gated ? s * h[M + i] : s;
     }
 }
@@ -185,14 +184,14 @@ typedef struct {
     float *y;
 } Linear;
 
-static void linear_task(const void *arguments, Member *me) {
+static void linear_task(const void *arguments, Thread *self) {
     const Linear *a = arguments;
-    matrix(me, a->n, a->I, a->O, a->w, a->x, a->I, a->y, a->O);
+    matmul(self, a->n, a->I, a->O, a->w, a->x, a->I, a->y, a->O);
 }
 
 void linear(int threads, int n, int I, int O, const float *x, const float *w, float *y) {
     Linear a = {n, I, O, x, w, y};
-    RUN(threads, linear_task, a);
+    RUN_TASK(threads, linear_task, a);
 }
 
 /* A block's sizes and weights; library.py has the same fields in the same order. */
@@ -216,61 +215,61 @@ static void rope(const Block *b, const float *cos, const float *sin, float *head
     }
 }
 
-/* What the last D % 8 channels add to a score. */
-static inline float tail(int D, const float *query, const float *key) {
+/* Dot product over the last D % 8 channels. */
+static inline float dot_tail(int D, const float *query, const float *key) {
     float s = 0;
     for (int j = D - D % 8; j < D; j++) s += query[j] * key[j];
     return s;
 }
 
-/* A query against the n keys (n, D) from p on, n up to 4: several sums at a time, because one has to wait for itself. */
+/* Scores of one query against n <= 4 keys (n, D). Four independent accumulators hide the latency of an FMA. */
 static inline __attribute__((always_inline)) void dots(int n, int D, const float *query, const float *keys, float scale, float *score) {
-    v8 acc[4] = {all(0), all(0), all(0), all(0)};
+    v8 acc[4] = {splat(0), splat(0), splat(0), splat(0)};
     float sums[4];
     for (int i = 0; i + 8 <= D; i += 8) {
         v8 q = load(query + i);
         for (int k = 0; k < n; k++) acc[k] = fma8(q, load(keys + k * D + i), acc[k]);
     }
-    totals(acc, scale, sums);
-    for (int k = 0; k < n; k++) score[k] = D % 8 ? sums[k] + scale * tail(D, query, keys + k * D) : sums[k];
+    horizontal_sums(acc, scale, sums);
+    for (int k = 0; k < n; k++) score[k] = D % 8 ? sums[k] + scale * dot_tail(D, query, keys + k * D) : sums[k];
 }
 
-/* Scores (end) to weights that sum to 1 / the returned number. */
+/* score[p] becomes e^(score[p] - max); returns 1 / their sum, by which the caller multiplies. */
 static float softmax(int end, float *score) {
     float top = -INFINITY;
-    v8 sum = all(0);
+    v8 sum = splat(0);
     int p = 0;
     for (; p < end; p++) top = score[p] > top ? score[p] : top;
-    for (p = 0; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - all(top)); store(score + p, e); sum += e; }
-    float mass = total(sum);
-    for (; p < end; p++) { score[p] = vexp(all(score[p] - top))[0]; mass += score[p]; }
+    for (p = 0; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - splat(top)); store(score + p, e); sum += e; }
+    float mass = horizontal_sum(sum);
+    for (; p < end; p++) { score[p] = vexp(splat(score[p] - top))[0]; mass += score[p]; }
     return 1.0f / mass;
 }
 
-/* y = each * sum over p of score[p] values[p], from `first` on; y holds what came before. */
-static void weighted_sum(int D, int first, int end, const float *score, const float *values, float each, float *y) {
+/* y = normalizer * (y + sum over p in first .. end - 1 of score[p] values[p]). */
+static void weighted_sum(int D, int first, int end, const float *score, const float *values, float normalizer, float *y) {
     int i = 0, p;
     for (; i + 64 <= D; i += 64) {
         v8 acc[8];
         for (int j = 0; j < 8; j++) acc[j] = load(y + i + 8 * j);
         for (p = first; p < end; p++) {
             const float *at = values + (long)p * D + i;
-            v8 weight = all(score[p]);
+            v8 weight = splat(score[p]);
             for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(at + 8 * j), acc[j]);
         }
-        for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * all(each));
+        for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
     for (; i + 32 <= D; i += 32) { /* the same order as in attend_two, to the bit */
         v8 acc[4];
         for (int j = 0; j < 4; j++) acc[j] = load(y + i + 8 * j);
         for (p = first; p < end; p++)
-            for (int j = 0; j < 4; j++) acc[j] = fma8(all(score[p]), load(values + (long)p * D + i + 8 * j), acc[j]);
-        for (int j = 0; j < 4; j++) store(y + i + 8 * j, acc[j] * all(each));
+            for (int j = 0; j < 4; j++) acc[j] = fma8(splat(score[p]), load(values + (long)p * D + i + 8 * j), acc[j]);
+        for (int j = 0; j < 4; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
     for (; i < D; i++) {
         float acc = y[i];
         for (p = first; p < end; p++) acc += score[p] * values[(long)p * D + i];
-        y[i] = acc * each;
+        y[i] = acc * normalizer;
     }
 }
 
@@ -280,13 +279,13 @@ static void attend_one(int D, int end, const float *query, const float *keys, co
     int p = 0;
     for (; p + 4 <= end; p += 4) dots(4, D, query, keys + (long)p * D, scale, score + p);
     for (; p < end; p++) dots(1, D, query, keys + (long)p * D, scale, score + p);
-    float each = softmax(end, score);
+    float normalizer = softmax(end, score);
     memset(y, 0, D * sizeof(float));
-    weighted_sum(D, 0, end, score, values, each, y);
+    weighted_sum(D, 0, end, score, values, normalizer, y);
 }
 
-/* Two queries of one sequence, the second at a later position (first_end <= end): every key and value is loaded once for both,
- * and each sum is taken in the same order as for one. */
+/* Two queries of one sequence, the second at a later position (first_end <= end). Every key and value is loaded once for both, and every
+ * sum has the same order as in attend_one. */
 static void attend_two(int D, int first_end, int end, const float *a, const float *b, const float *keys, const float *values,
                        float *score_a, float *score_b, float *y_a, float *y_b) {
     float scale = 1.0f / sqrtf((float)D);
@@ -294,7 +293,7 @@ static void attend_two(int D, int first_end, int end, const float *a, const floa
     for (; p + 4 <= end; p += 4) {
         const float *key = keys + (long)p * D;
         v8 acc[2][4];
-        for (int k = 0; k < 4; k++) acc[0][k] = acc[1][k] = all(0);
+        for (int k = 0; k < 4; k++) acc[0][k] = acc[1][k] = splat(0);
         for (i = 0; i + 8 <= D; i += 8) {
             v8 q = load(a + i), r = load(b + i);
             for (int k = 0; k < 4; k++) {
@@ -302,31 +301,31 @@ static void attend_two(int D, int first_end, int end, const float *a, const floa
                 acc[0][k] = fma8(q, x, acc[0][k]), acc[1][k] = fma8(r, x, acc[1][k]);
             }
         }
-        totals(acc[0], scale, score_a + p);
-        totals(acc[1], scale, score_b + p);
+        horizontal_sums(acc[0], scale, score_a + p);
+        horizontal_sums(acc[1], scale, score_b + p);
         if (D % 8)
             for (int k = 0; k < 4; k++)
-                score_a[p + k] += scale * tail(D, a, key + k * D), score_b[p + k] += scale * tail(D, b, key + k * D);
+                score_a[p + k] += scale * dot_tail(D, a, key + k * D), score_b[p + k] += scale * dot_tail(D, b, key + k * D);
     }
     for (; p < end; p++) {
         dots(1, D, a, keys + (long)p * D, scale, score_a + p);
         dots(1, D, b, keys + (long)p * D, scale, score_b + p);
     }
-    float each_a = softmax(first_end, score_a), each_b = softmax(end, score_b);
+    float normalizer_a = softmax(first_end, score_a), normalizer_b = softmax(end, score_b);
     for (i = 0; i + 32 <= D; i += 32) {
         v8 acc[2][4];
-        for (int j = 0; j < 4; j++) acc[0][j] = acc[1][j] = all(0);
+        for (int j = 0; j < 4; j++) acc[0][j] = acc[1][j] = splat(0);
         for (p = 0; p < first_end; p++) {
             const float *at = values + (long)p * D + i;
-            v8 w = all(score_a[p]), v = all(score_b[p]);
+            v8 w = splat(score_a[p]), v = splat(score_b[p]);
             for (int j = 0; j < 4; j++) {
                 v8 x = load(at + 8 * j);
                 acc[0][j] = fma8(w, x, acc[0][j]), acc[1][j] = fma8(v, x, acc[1][j]);
             }
         }
         for (; p < end; p++)
-            for (int j = 0; j < 4; j++) acc[1][j] = fma8(all(score_b[p]), load(values + (long)p * D + i + 8 * j), acc[1][j]);
-        for (int j = 0; j < 4; j++) store(y_a + i + 8 * j, acc[0][j] * all(each_a)), store(y_b + i + 8 * j, acc[1][j] * all(each_b));
+            for (int j = 0; j < 4; j++) acc[1][j] = fma8(splat(score_b[p]), load(values + (long)p * D + i + 8 * j), acc[1][j]);
+        for (int j = 0; j < 4; j++) store(y_a + i + 8 * j, acc[0][j] * splat(normalizer_a)), store(y_b + i + 8 * j, acc[1][j] * splat(normalizer_b));
     }
     for (; i < D; i++) {
         float s = 0, t = 0;
@@ -334,19 +333,19 @@ static void attend_two(int D, int first_end, int end, const float *a, const floa
             if (p < first_end) s += score_a[p] * values[(long)p * D + i];
             t += score_b[p] * values[(long)p * D + i];
         }
-        y_a[i] = s * each_a, y_b[i] = t * each_b;
+        y_a[i] = s * normalizer_a, y_b[i] = t * normalizer_b;
     }
 }
 
-/* Where n rows of any sequences store their keys and values, and what they see: row t is at position[t] of sequence s = owner[t], whose
- * keys[s] and values[s] point at (J, room[s], D); no position is `longest` or beyond. */
+/* Where n rows of several sequences write their keys and values, and what they attend to. Row t is at position[t] of sequence s = sequence[t],
+ * whose keys[s] and values[s] point at (J, capacity[s], D). All positions are below `longest`. */
 typedef struct {
-    const int64_t *owner, *room, *position;
+    const int64_t *sequence, *capacity, *position;
     float **keys, **values;
     int64_t longest;
 } KVView;
 
-/* Queries, keys and values with row strides, and where the result goes: (n, H, D). */
+/* Arguments of attention: queries, keys and values with row strides; out is (n, H, D). */
 typedef struct {
     int n, H, J, D;
     const float *q, *k, *v;
@@ -356,15 +355,15 @@ typedef struct {
     float *out;
 } Attention;
 
-/* Rows t and t + 1 under one head: together where they are of one sequence, each by itself otherwise. */
+/* Rows t and t + 1 for one head: in one pass over the keys if they belong to one sequence, else one by one. */
 static void attend_pair(const Attention *a, int t, int h, float *score) {
     const KVView *view = a->view;
     int H = a->H, D = a->D;
     for (int end = t + 2 < a->n ? t + 2 : a->n; t < end; t++) {
-        long s = view->owner[t], head = (long)(h / (H / a->J)) * view->room[s] * D, at = view->position[t];
+        long s = view->sequence[t], head = (long)(h / (H / a->J)) * view->capacity[s] * D, at = view->position[t];
         const float *query = a->q + t * a->q_row + (long)h * D, *keys = view->keys[s] + head, *values = view->values[s] + head;
         float *y = a->out + ((long)t * H + h) * D;
-        if (t % 2 == 0 && t + 1 < a->n && view->owner[t + 1] == s && view->position[t + 1] > at) {
+        if (t % 2 == 0 && t + 1 < a->n && view->sequence[t + 1] == s && view->position[t + 1] > at) {
             attend_two(D, (int)at + 1, (int)view->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
                        y + (long)H * D);
             return;
@@ -373,103 +372,103 @@ static void attend_pair(const Attention *a, int t, int h, float *score) {
     }
 }
 
-/* Two phases: rows store their keys and values, then each sees its sequence up to its position. Returns 0 where the call is over. */
-static int attention(Member *me, const Attention *a) {
-    Span s = phase(me, a->n, several(me, a->n));
-    while (claim(me, &s))
+/* Two phases: all rows write their keys and values, then each row attends to its sequence up to its own position. Returns 0 if the call is over. */
+static int attention(Thread *self, const Attention *a) {
+    Phase s = begin_phase(self, a->n, items_per_claim(self, a->n));
+    while (claim(self, &s))
         for (int t = s.first; t < s.last; t++)
             for (int j = 0; j < a->J; j++) {
-                long owner = a->view->owner[t], at = (j * a->view->room[owner] + a->view->position[t]) * a->D;
-                memcpy(a->view->keys[owner] + at, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
-                memcpy(a->view->values[owner] + at, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
+                long sequence = a->view->sequence[t], at = (j * a->view->capacity[sequence] + a->view->position[t]) * a->D;
+                memcpy(a->view->keys[sequence] + at, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
+                memcpy(a->view->values[sequence] + at, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
             }
-    if (!settled(me, &s)) return 0;
-    float *score = a->scores + 2 * me->part * a->longest;
-    s = phase(me, (a->n + 1) / 2 * a->H, several(me, (a->n + 1) / 2 * a->H));
-    while (claim(me, &s))
+    if (!finish_phase(self, &s)) return 0;
+    float *score = a->scores + 2 * self->index * a->longest;
+    s = begin_phase(self, (a->n + 1) / 2 * a->H, items_per_claim(self, (a->n + 1) / 2 * a->H));
+    while (claim(self, &s))
         for (int u = s.first; u < s.last; u++) attend_pair(a, u / a->H * 2, u % a->H, score);
-    return settled(me, &s);
+    return finish_phase(self, &s);
 }
 
-static void attend_task(const void *arguments, Member *me) { attention(me, arguments); }
+static void attend_task(const void *arguments, Thread *self) { attention(self, arguments); }
 
-/* Attention by itself; see above. */
+/* Attention without the rest of a block. */
 void attend(int threads, int n, int H, int J, int D, const float *q, const float *k, const float *v, long q_row, long k_row, long v_row,
             const KVView *view, float *scores, float *out) {
     Attention a = {n, H, J, D, q, k, v, q_row, k_row, v_row, view->longest, view, scores, out};
-    RUN(threads, attend_task, a);
+    RUN_TASK(threads, attend_task, a);
 }
 
-/* What a row wrote at `level` of keys and values (L, J, room, D) becomes what levels from .. to - 1 hold at its position. */
-void settle(int J, int D, long room, long position, long level, long from, long to, float *keys, float *values) {
-    long step = J * room * D;
+/* Copies a token's key and value at `level` of the cache (L, J, capacity, D) to the levels from .. to - 1. See Kernels.settle. */
+void fill_levels(int J, int D, long capacity, long position, long level, long from, long to, float *keys, float *values) {
+    long level_size = J * capacity * D;
     for (int j = 0; j < J; j++) {
-        long at = (j * room + position) * D;
+        long at = (j * capacity + position) * D;
         for (long l = from; l < to; l++) {
-            memcpy(keys + l * step + at, keys + level * step + at, D * sizeof(float));
-            memcpy(values + l * step + at, values + level * step + at, D * sizeof(float));
+            memcpy(keys + l * level_size + at, keys + level * level_size + at, D * sizeof(float));
+            memcpy(values + l * level_size + at, values + level * level_size + at, D * sizeof(float));
         }
     }
 }
 
-/* What the kernels on single rows take; each uses some of it. */
+/* Arguments of the row-wise kernels; each uses some of them. `option` is gated or on_sum. */
 typedef struct {
-    int n, C, flag;
+    int n, C, option;
     const float *x, *y, *gain, *next;
     float eps;
     float *a, *b;
 } RowWise;
 
-static void silu_task(const void *arguments, Member *me) {
+static void silu_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
-    int U = r->flag ? 2 * r->C : r->C;
-    Span s = phase(me, r->n, several(me, r->n));
-    while (claim(me, &s))
-        for (int t = s.first; t < s.last; t++) silu_row(0, r->C, r->C, r->flag, r->x + (long)t * U, r->a + (long)t * r->C);
-    settled(me, &s);
+    int U = r->option ? 2 * r->C : r->C;
+    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &s))
+        for (int t = s.first; t < s.last; t++) silu_row(0, r->C, r->C, r->option, r->x + (long)t * U, r->a + (long)t * r->C);
+    finish_phase(self, &s);
 }
 
 /* y = silu(x) for n rows of M, or silu(x[:M]) * x[M:] where x has 2 M columns; y may be x where it has M. */
 void silu(int threads, int n, int M, int gated, const float *x, float *y) {
-    RowWise r = {.n = n, .C = M, .flag = gated, .x = x, .a = y};
-    RUN(threads, silu_task, r);
+    RowWise r = {.n = n, .C = M, .option = gated, .x = x, .a = y};
+    RUN_TASK(threads, silu_task, r);
 }
 
-static void rms_norm_task(const void *arguments, Member *me) {
+static void rms_norm_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
-    Span s = phase(me, r->n, several(me, r->n));
-    while (claim(me, &s))
+    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) rms_norm_row(r->C, r->x + (long)t * r->C, r->gain, r->eps, r->a + (long)t * r->C);
-    settled(me, &s);
+    finish_phase(self, &s);
 }
 
 /* y = RMSNorm(x) for n rows */
 void rms_norm(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
     RowWise r = {.n = n, .C = C, .x = x, .gain = gain, .eps = eps, .a = y};
-    RUN(threads, rms_norm_task, r);
+    RUN_TASK(threads, rms_norm_task, r);
 }
 
-static void residual_norm_task(const void *arguments, Member *me) {
+static void residual_norm_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
-    Span s = phase(me, r->n, several(me, r->n));
-    while (claim(me, &s))
+    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * r->C;
-            residual_norm_row(r->C, r->flag, r->x + at, r->b + at, r->gain, r->eps, r->a + at);
+            residual_norm_row(r->C, r->option, r->x + at, r->b + at, r->gain, r->eps, r->a + at);
             if (r->next) rms_norm_row(r->C, r->a + at, r->next, r->eps, r->b + at);
         }
-    settled(me, &s);
+    finish_phase(self, &s);
 }
 
-/* Residual add and norm: out = n(x + y) or x + n(y), and where `next` is given, also y <- next(out), what the next branch reads. */
+/* Residual add and norm: out = norm(x + y) or x + norm(y). If `next` is given, also y = norm(out) with that gain, the next branch's input. */
 void residual_norm(int threads, int n, int C, int on_sum, const float *x, float *y, const float *gain, const float *next, float eps, float *out) {
-    RowWise r = {.n = n, .C = C, .flag = on_sum, .x = x, .gain = gain, .next = next, .eps = eps, .a = out, .b = y};
-    RUN(threads, residual_norm_task, r);
+    RowWise r = {.n = n, .C = C, .option = on_sum, .x = x, .gain = gain, .next = next, .eps = eps, .a = out, .b = y};
+    RUN_TASK(threads, residual_norm_task, r);
 }
 
 /* One row of `measure`. */
 static void measure_row(int C, const float *before, const float *after, float *last, float *numbers) {
-    v8 sums[4] = {all(0), all(0), all(0), all(0)};
+    v8 sums[4] = {splat(0), splat(0), splat(0), splat(0)};
     float rest[4] = {0, 0, 0, 0};
     int i = 0;
     for (; i + 8 <= C; i += 8) {
@@ -483,88 +482,88 @@ static void measure_row(int C, const float *before, const float *after, float *l
         rest[0] += step * step, rest[1] += change * change, rest[2] += last[i] * last[i], rest[3] += before[i] * before[i];
         last[i] = step;
     }
-    for (int j = 0; j < 4; j++) numbers[j] = sqrtf(total(sums[j]) + rest[j]);
+    for (int j = 0; j < 4; j++) numbers[j] = sqrtf(horizontal_sum(sums[j]) + rest[j]);
 }
 
-static void measure_task(const void *arguments, Member *me) {
+static void measure_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
-    Span s = phase(me, r->n, several(me, r->n));
-    while (claim(me, &s))
+    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * r->C;
             measure_row(r->C, r->x + at, r->y + at, r->a + at, r->b + 4L * t);
         }
-    settled(me, &s);
+    finish_phase(self, &s);
 }
 
-/* What rules compare, for n rows, in numbers (n, 4): ||step||, ||step - last||, ||last||, ||before||, where step is
- * after - before; then `last` becomes the step. NaN in `last` gives NaN. */
+/* Norms for the exit rules, numbers (n, 4): ||step||, ||step - last||, ||last||, ||before|| with step = after - before; then last = step.
+ * NaN in `last` gives NaN. */
 void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *numbers) {
     RowWise r = {.n = n, .C = C, .x = before, .y = after, .a = last, .b = numbers};
-    RUN(threads, measure_task, r);
+    RUN_TASK(threads, measure_task, r);
 }
 
-/* A block on n rows; sizes are copied, because a task reads no other memory before its first claim. */
+/* Arguments of a fused block on n rows. Sizes are copied from the weights, because a task reads no other memory before its first claim. */
 typedef struct {
     int n, C, O, A, M, U, rotated;
     const Block *b;
-    const float *x, *cos, *sin, *qkv, *wo, *up, *down;
+    const float *x, *cos, *sin, *qkv, *attn_out, *up, *down;
     float *normed, *branch, *middle, *heads, *hidden, *out;
     Attention attention;
 } BlockRows;
 
-static void block_task(const void *arguments, Member *me) {
+static void block_task(const void *arguments, Thread *self) {
     const BlockRows *a = arguments;
     const Block *b = a->b;
-    int n = a->n, C = a->C, rows = several(me, n);
-    Span s = phase(me, n, rows);
-    while (claim(me, &s))
+    int n = a->n, C = a->C, rows = items_per_claim(self, n);
+    Phase s = begin_phase(self, n, rows);
+    while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) rms_norm_row(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
-    if (!settled(me, &s)) return;
-    if (!matrix(me, n, C, a->O, a->qkv, a->normed, C, a->heads, a->O)) return;
-    s = phase(me, a->rotated ? n : 0, rows);
-    while (claim(me, &s))
+    if (!finish_phase(self, &s)) return;
+    if (!matmul(self, n, C, a->O, a->qkv, a->normed, C, a->heads, a->O)) return;
+    s = begin_phase(self, a->rotated ? n : 0, rows);
+    while (claim(self, &s))
         for (int t = s.first; t < s.last; t++)
             rope(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->O);
-    if (!settled(me, &s)) return;
-    if (!attention(me, &a->attention)) return;
-    if (!matrix(me, n, a->A, C, a->wo, a->attention.out, a->A, a->branch, C)) return;
-    s = phase(me, n, rows);
-    while (claim(me, &s))
+    if (!finish_phase(self, &s)) return;
+    if (!attention(self, &a->attention)) return;
+    if (!matmul(self, n, a->A, C, a->attn_out, a->attention.out, a->A, a->branch, C)) return;
+    s = begin_phase(self, n, rows);
+    while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * C;
             residual_norm_row(C, b->on_sum, a->x + at, a->branch + at, b->gain2, b->eps, a->middle + at);
             rms_norm_row(C, a->middle + at, b->gain3, b->eps, a->normed + at);
         }
-    if (!settled(me, &s)) return;
-    if (!matrix(me, n, C, a->U, a->up, a->normed, C, a->hidden, a->U)) return;
-    s = phase(me, (a->M + 63) / 64, several(me, (a->M + 63) / 64)); /* 64 channels of all rows */
-    while (claim(me, &s))
+    if (!finish_phase(self, &s)) return;
+    if (!matmul(self, n, C, a->U, a->up, a->normed, C, a->hidden, a->U)) return;
+    s = begin_phase(self, (a->M + 63) / 64, items_per_claim(self, (a->M + 63) / 64)); /* 64 channels of all rows */
+    while (claim(self, &s))
         for (int t = 0; t < n; t++) {
             float *h = a->hidden + (long)t * a->U;
             silu_row(64 * s.first, 64 * s.last < a->M ? 64 * s.last : a->M, a->M, b->gated, h, h);
         }
-    if (!settled(me, &s)) return;
-    if (!matrix(me, n, a->M, C, a->down, a->hidden, a->U, a->branch, C)) return;
-    s = phase(me, n, rows);
-    while (claim(me, &s))
+    if (!finish_phase(self, &s)) return;
+    if (!matmul(self, n, a->M, C, a->down, a->hidden, a->U, a->branch, C)) return;
+    s = begin_phase(self, n, rows);
+    while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * C;
             residual_norm_row(C, b->on_sum, a->middle + at, a->branch + at, b->gain4, b->eps, a->out + at);
         }
-    settled(me, &s);
+    finish_phase(self, &s);
 }
 
-/* A block on n rows of any sequences. cos and sin are (n, D) or null; work holds n * (3 C + (2 H + 2 J) D + U) + 2 threads longest floats,
- * where U is M, or 2 M for a gated MLP. */
-void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const KVView *view, float *work, float *out) {
+/* A fused block on n rows of several sequences. cos and sin are (n, D) or null; scratch holds n * (3 C + (2 H + 2 J) D + U) + 2 threads longest
+ * floats, where U is M, or 2 M for a gated MLP. */
+void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const KVView *view, float *scratch, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M, O = (H + 2 * J) * D, A = H * D, U = b->gated ? 2 * M : M;
-    float *normed = work, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
+    float *normed = scratch, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
     float *attended = heads + (long)n * O, *hidden = attended + (long)n * A, *scores = hidden + (long)n * U;
     const float *keys = heads + (long)H * D, *values = keys + (long)J * D;
     Attention attention = {n, H, J, D, heads, keys, values, O, O, O, view->longest, view, scores, attended};
     BlockRows a = {.n = n, .C = C, .O = O, .A = A, .M = M, .U = U, .rotated = b->qk_bias || cos, .b = b, .x = x, .cos = cos, .sin = sin,
-                   .qkv = b->qkv, .wo = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
+                   .qkv = b->qkv, .attn_out = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
                    .heads = heads, .hidden = hidden, .out = out, .attention = attention};
-    RUN(threads, block_task, a);
+    RUN_TASK(threads, block_task, a);
 }

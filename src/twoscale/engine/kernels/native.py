@@ -1,7 +1,7 @@
-"""The C kernels: linear maps, norms, activations and whole blocks in one call each, for any number of rows.
+"""The `native` kernels, in C: linear maps, norms, activations and fused blocks in one call each, for any number of rows.
 
-A row's result does not depend on the rows beside it, to the bit. On AVX2 and on AVX-512 the products are quicker than oneDNN's for up to
-about 32 rows and level with them above (measured: 2 cores, widths 128 to 768), so they take every number of rows.
+A row's result is bit-equal in every batch. On AVX2 and AVX-512 the matrix products are faster than oneDNN's for up to about 32 rows and
+equally fast above (measured: 2 cores, widths 128 to 768), so they are used for every number of rows.
 
 Shapes: N rows, C width, H query heads, J key/value heads, D head width.
 """
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from twoscale.engine.kernels.base import Kernels, RowKernels
-from twoscale.engine.kernels.eager import EagerKernels
 from twoscale.engine.kernels.library import (
-    FUSED,
+    MAX_FUSED_ROWS,
     PANEL,
     BlockWeights,
     KVView,
@@ -29,18 +28,19 @@ from twoscale.engine.kernels.library import (
     row_pointer,
     threads_to_use,
 )  # fmt: skip
+from twoscale.engine.kernels.torch_ops import TorchKernels
 from twoscale.exits.rule import Meter, Numbers
 from twoscale.model.layers import MLP, Block, RMSNorm, Rope
 
 if TYPE_CHECKING:
-    from twoscale.engine.cache import LayerCache, Place
+    from twoscale.engine.cache import LayerCache, Positions
     from twoscale.engine.rows import Rows
 
-MIN_PARALLEL_SIZE = 16_384  # entries from which a second thread pays
+MIN_PARALLEL_SIZE = 16_384  # elements from which several threads are faster than one
 
 
 class NativeLinear(nn.Module):
-    """x -> x @ weight.T from a copy of the weight in panels."""
+    """x -> x @ weight.T with a copy of the weight in panels."""
 
     def __init__(self, weight: Tensor, library: Library) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class NativeLinear(nn.Module):
         n = x.numel() // self.columns
         if x.shape[-1] != self.columns:
             raise ValueError(f"an input of width {x.shape[-1]} for a matrix of {self.columns} columns")
-        x, at, y, at_y = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
-        self.library.linear(threads_to_use(), n, self.columns, self.rows, at, self.address, at_y)
+        x, x_ptr, y, y_ptr = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
+        self.library.linear(threads_to_use(), n, self.columns, self.rows, x_ptr, self.address, y_ptr)
         return y
 
 
@@ -62,16 +62,16 @@ class NativeNorm(nn.Module):
     """RMSNorm in one call."""
 
     def __init__(self, norm: RMSNorm, library: Library) -> None:
-        """`norm` belongs to the decode copy, so its gain stays where it is."""
+        """`norm` belongs to the decode copy, so the address of its weight does not change."""
         super().__init__()
         self.norm, self.eps, self.library = norm, norm.eps, library
         self.gain = pointer(norm.weight, norm.weight.numel())
 
     def forward(self, x: Tensor) -> Tensor:
         C, size = x.shape[-1], x.numel()
-        x, at, y, at_y = input_and_output(x, size)
+        x, x_ptr, y, y_ptr = input_and_output(x, size)
         threads = threads_to_use() if size > MIN_PARALLEL_SIZE else 1
-        self.library.rms_norm(threads, size // C, C, at, self.gain, self.eps, at_y)
+        self.library.rms_norm(threads, size // C, C, x_ptr, self.gain, self.eps, y_ptr)
         return y
 
 
@@ -93,10 +93,10 @@ class NativeMLP(nn.Module):
 
 
 class NativeBlock(nn.Module):
-    """A block whose rows go through one fused call; more than FUSED rows go operator by operator."""
+    """A transformer block as one fused call; with more than MAX_FUSED_ROWS rows one call per operator."""
 
     def __init__(self, block: Block, library: Library) -> None:
-        """`block` is part of the decode copy, with native modules inside."""
+        """`block` belongs to the decode copy; its submodules are native already."""
         super().__init__()
         attn, mlp = block.attn, block.mlp
         qkv, out, up, down = (cast(NativeLinear, m) for m in (attn.qkv, attn.out, mlp.up, mlp.down))
@@ -109,17 +109,17 @@ class NativeBlock(nn.Module):
         sizes = (qkv.columns, attn.heads, attn.kv_heads, attn.head_dim, down.columns, mlp.gated, block.on_sum)
         self.weights = BlockWeights(*sizes, self.eps, *addresses)
         self.address = ctypes.addressof(self.weights)
-        self.scratch = 3 * qkv.columns + qkv.rows + out.columns + up.rows  # floats for each row
+        self.scratch = 3 * qkv.columns + qkv.rows + out.columns + up.rows  # scratch floats per row
 
     def forward(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
         rows, threads = attend.rows, threads_to_use()
-        if rows.n > FUSED:
+        if rows.n > MAX_FUSED_ROWS:
             return self._operator_by_operator(x, rope, attend)
         n = rows.n
-        x, at, out, at_out = input_and_output(x, n * self.width)
+        x, x_ptr, out, out_ptr = input_and_output(x, n * self.width)
         cos, sin = (None, None) if rope is None else rows.angles(rope, self.head_dim)
-        work = rows.scratch(n * self.scratch + 2 * threads * rows.longest)
-        self.library.block(threads, n, self.address, at, cos, sin, attend.view(), work, at_out)
+        scratch = rows.scratch(n * self.scratch + 2 * threads * rows.longest)
+        self.library.block(threads, n, self.address, x_ptr, cos, sin, attend.view(), scratch, out_ptr)
         return out
 
     def _operator_by_operator(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
@@ -127,19 +127,19 @@ class NativeBlock(nn.Module):
         x = x.contiguous()
         n, threads = x.numel() // C, threads_to_use()
         y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
-        at_x, at_y, at_middle, at_out = (pointer(t, n * C) for t in (x, y, middle, out))
-        self.library.residual_norm(threads, n, C, self.on_sum, at_x, at_y, gain2, gain3, self.eps, at_middle)
+        x_ptr, y_ptr, middle_ptr, out_ptr = (pointer(t, n * C) for t in (x, y, middle, out))
+        self.library.residual_norm(threads, n, C, self.on_sum, x_ptr, y_ptr, gain2, gain3, self.eps, middle_ptr)
         y = block.mlp(y)
-        self.library.residual_norm(threads, n, C, self.on_sum, at_middle, pointer(y, n * C), gain4, None, self.eps, at_out)
+        self.library.residual_norm(threads, n, C, self.on_sum, middle_ptr, pointer(y, n * C), gain4, None, self.eps, out_ptr)
         return out
 
 
 class NativeRows:
-    """What the C kernels must know of some rows, and their scratch memory; the same for all steps of these rows."""
+    """The rows of a batch for the C kernels: positions, caches and scratch memory, reused at every loop step."""
 
     def __init__(self, rows: "Rows", library: Library) -> None:
         self.parts, self.n, self.longest, self.library = rows.parts, rows.n, rows.longest, library
-        self.owners, self.positions = rows.owners, rows.positions  # kept for as long as C reads them
+        self.part_indices, self.positions = rows.part_indices, rows.positions  # referenced here because C holds their addresses
         self._scratch, self._scratch_size = 0, 0
         self._rope: Rope | None = None
 
@@ -147,7 +147,7 @@ class NativeRows:
         return NativeAttention(self, layer)
 
     def scratch(self, size: int) -> int:
-        """The address of memory for `size` floats that a kernel may overwrite."""
+        """The address of scratch memory for at least `size` floats."""
         if size > self._scratch_size:
             self._memory, self._scratch_size = floats(size), size
             self._scratch = pointer(self._memory, size)
@@ -162,7 +162,7 @@ class NativeRows:
 
     @cached_property
     def capacities(self) -> "ctypes.Array[ctypes.c_int64]":
-        """How many positions each part's cache has."""
+        """The capacity of each part's cache, in positions."""
         for part in self.parts:
             if not 0 < part.end <= part.cache.capacity:
                 raise IndexError(f"position {part.end - 1} lies outside a cache for {part.cache.capacity} tokens")
@@ -170,20 +170,20 @@ class NativeRows:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
-        """The addresses of the rows' owners, of the caches' capacities and of the rows' positions."""
-        owners, positions = pointer(self.owners, self.n, torch.int64), pointer(self.positions, self.n, torch.int64)
-        return owners, ctypes.addressof(self.capacities), positions
+        """The addresses of part_indices, capacities and positions."""
+        part_indices, positions = pointer(self.part_indices, self.n, torch.int64), pointer(self.positions, self.n, torch.int64)
+        return part_indices, ctypes.addressof(self.capacities), positions
 
 
 class NativeAttention:
-    """The attention of one layer over rows: called by itself, or inside of a fused block."""
+    """The attention of one layer: called directly, or used by a fused block through `view`."""
 
     def __init__(self, rows: NativeRows, layer: int) -> None:
         self.rows, self.layer = rows, layer
         self._view: KVView | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): no mask, no copies, and no row reads more keys than it needs."""
+        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D). Without mask or padding: each row reads the keys up to its own position."""
         _, n, H, D = q.shape
         rows, threads = self.rows, threads_to_use()
         J, out = k.shape[2], q.new_empty(1, n, H, D)
@@ -195,41 +195,41 @@ class NativeAttention:
         return out
 
     def view(self) -> int:
-        """The address of what the C kernels must know of these rows at their current steps."""
+        """The address of the KVView of these rows at their current loop steps."""
         rows, layer = self.rows, self.layer
         if self._view is None:
             self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
             self._view = KVView(*rows.addresses, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
         for i, part in enumerate(rows.parts):
-            store = part.cache.layers[layer]
-            self._keys[i], self._values[i] = store.address(store.open_level(part.k or 1, part.cache.length))
+            layer_cache = part.cache.layers[layer]
+            self._keys[i], self._values[i] = layer_cache.address(layer_cache.ensure_level(part.k or 1, part.cache.length))
         return ctypes.addressof(self._view)
 
 
 class NativeMeter:
-    """Measures steps in one call; see `exits.rule.Meter`."""
+    """Computes the step norms of all rows in one call; see `exits.rule.Meter`."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self._one_row = (ctypes.c_float * 4)()
-        self._known: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
+        self._checked: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
 
     def __call__(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
         n, C = after.shape
         numbers = self._one_row if n == 1 else (ctypes.c_float * (4 * n))()
         threads = 1 if n * C < MIN_PARALLEL_SIZE else threads_to_use()
-        # One step's result is the next one's start, and `last` is updated in place: what was checked a step ago is not checked again.
-        known, at = self._known, pointer(after, n * C)
-        at_before = known[1] if before is known[0] else pointer(before, n * C)
-        at_last = known[3] if last is known[2] else pointer(last, n * C)
-        self._known = after, at, last, at_last
-        self.library.measure(threads, n, C, at_before, at, at_last, numbers)
-        # As doubles, which the plain floats of a single token are: a token must not pass or fail by the rows beside it.
+        # One step's `after` is the next one's `before`, and `last` is updated in place: their addresses were checked one step ago.
+        checked, after_ptr = self._checked, pointer(after, n * C)
+        before_ptr = checked[1] if before is checked[0] else pointer(before, n * C)
+        last_ptr = checked[3] if last is checked[2] else pointer(last, n * C)
+        self._checked = after, after_ptr, last, last_ptr
+        self.library.measure(threads, n, C, before_ptr, after_ptr, last_ptr, numbers)
+        # As doubles, like the Python floats of a single row: the comparison with a threshold must not depend on the batch.
         return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
 
 
-class NativeKernels(EagerKernels):
-    """The C kernels on weights of their own."""
+class NativeKernels(TorchKernels):
+    """The C kernels with their own copy of the weights."""
 
     name = "native"
     copies_weights = True
@@ -265,10 +265,10 @@ class NativeKernels(EagerKernels):
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return pointer(keys, keys.numel()), pointer(values, values.numel())
 
-    def settle(self, store: "LayerCache", k: int, at: "Place") -> None:
+    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
         if not isinstance(at, int):
-            return super().settle(store, k, at)
-        J, capacity, D = store.shape
-        level = (k - 1) % store.max_levels
-        self.library.settle(J, D, capacity, at, level, k, store.depth, *store.addresses)
+            return super().settle(layer_cache, k, at)
+        J, capacity, D = layer_cache.shape
+        level = (k - 1) % layer_cache.max_levels
+        self.library.fill_levels(J, D, capacity, at, level, k, layer_cache.n_levels, *layer_cache.addresses)
         return None

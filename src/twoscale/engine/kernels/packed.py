@@ -1,20 +1,20 @@
-"""Kernels for CPUs without a C compiler: weights packed once for oneDNN, by the operators that torch's own compiler uses."""
+"""The `packed` kernels, for CPUs without a C compiler: weights prepacked for oneDNN, with the operators that torch.compile uses."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twoscale.engine.kernels.eager import EagerKernels
 from twoscale.engine.kernels.library import Once
+from twoscale.engine.kernels.torch_ops import TorchKernels
 
-# A packed call costs some 30 us more than F.linear, so small matrices do without; for a single row it pays only with a larger one
+# Weight sizes from which packing is faster, for several rows and for one: a packed call has about 30 us more overhead than F.linear
 # (measured: 2 cores, AVX2).
 MIN_PACKED_SIZE, MIN_PACKED_SIZE_ONE_ROW = 200_000, 1_000_000
 
 
 @Once
 def can_pack() -> bool:
-    """Whether this build of torch has the packed linear operators, and they give the right answer."""
+    """Whether this build of torch has the packed linear operators, and they work."""
     try:
         x, w = (torch.arange(n * 32, dtype=torch.float32, device="cpu").view(n, 32) for n in (2, 32))
         return torch.allclose(packed_linear(x, pack(w)), F.linear(x, w))
@@ -35,7 +35,7 @@ def own_copy(weight: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """x -> x @ weight.T from a copy of the weight, by the quickest operator for the number of rows at hand."""
+    """x -> x @ weight.T with a copy of the weight; packed or F.linear, whichever is faster for the number of rows."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class PackedLinear(nn.Module):
         return F.linear(x, self.weight)
 
 
-class PackedKernels(EagerKernels):
-    """oneDNN's packed products; all else as torch has it."""
+class PackedKernels(TorchKernels):
+    """Packed linear maps; everything else as in `TorchKernels`."""
 
     name = "packed"
     copies_weights = True

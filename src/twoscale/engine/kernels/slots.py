@@ -1,7 +1,8 @@
-"""Memory for the keys and values of several sequences in common tensors, so that one attention call serves many of them.
+"""A pool of KV-cache memory: the caches of several sequences are slices of common tensors, so that one attention call serves them all.
 
-A sequence's keys (L, J, T, D) in one layer are a slot of a slab (S, L, J, T, D). A slab has a slot for each sequence that is expected with
-this T and has none yet; beyond that slabs double, so that no more than half of the slots are idle. A slab without a sequence is dropped.
+A slab is a tensor (S, L, J, T, D) with S slots; a sequence's keys (L, J, T, D) in one layer are one slot. The size of a new slab is the
+number of sequences that are expected with this T and have no slot yet; beyond that each new slab doubles the number of slots, so at most
+half of them are unused. A slab without sequences is freed.
 
 Shapes: S slots, L level, J key/value heads, T position, D head width.
 """
@@ -27,42 +28,42 @@ class Slab:
 
 
 class Slot:
-    """One sequence's place in a slab; it is given back when nobody holds the slot any more."""
+    """One sequence's slice of a slab. It is returned to the slab when the object is garbage-collected."""
 
     def __init__(self, slab: Slab, index: int) -> None:
         self.slab, self.index = slab, index
-        # What the last sequence left must not be read: a NaN would survive a mask.
+        # Zeros, because a NaN of the previous sequence would stay NaN under an additive mask.
         self.keys, self.values = slab.keys[index].zero_(), slab.values[index].zero_()
 
     def __del__(self) -> None:
-        self.slab.free.append(self.index)  # one bytecode: needs no lock, and may happen at any time
+        self.slab.free.append(self.index)  # atomic, so no lock is needed in a finalizer
 
 
 class Slots:
-    """The slabs of all layers of an engine; used by one thread."""
+    """The slabs of all layers of an engine. Not thread-safe."""
 
     def __init__(self) -> None:
         self.slabs: dict[Hashable, list[Slab]] = {}
-        self.expected: Counter[int] = Counter()
-        """How many sequences of each T will have slots at the same time, as far as is known."""
+        self.n_expected: Counter[int] = Counter()
+        """For each T, the number of sequences that are expected to have slots at the same time."""
 
-    def take(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> Slot:
+    def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> Slot:
         """A slot for keys and values (L, J, T, D) of one layer."""
-        self._give_back()
+        self._drop_unused()
         slabs = self.slabs.setdefault((layer, shape, like.dtype, like.device), [])
         for slab in slabs:
             if slab.free:
-                slab.free.sort(reverse=True)  # neighbours attend without a copy, so the lowest comes first
+                slab.free.sort(reverse=True)  # lowest first: adjacent slots are attended without a copy
                 return Slot(slab, slab.free.pop())
-        total, expected = sum(len(slab.keys) for slab in slabs), self.expected[shape[2]]
-        size = min(MAX_SLOTS, max(1, expected - total if total < expected else total))
-        with torch.inference_mode(False):  # so that they can be written to outside of inference mode too
+        total, n_expected = sum(len(slab.keys) for slab in slabs), self.n_expected[shape[2]]
+        size = min(MAX_SLOTS, max(1, n_expected - total if total < n_expected else total))
+        with torch.inference_mode(False):  # so that they can be modified outside of inference mode too
             keys, values = (torch.zeros(size, *shape, dtype=like.dtype, device=like.device) for _ in range(2))
         slabs.append(Slab(keys, values, list(range(1, size))))
         return Slot(slabs[-1], 0)
 
-    def _give_back(self) -> None:
-        """Drop slabs that no sequence uses."""
+    def _drop_unused(self) -> None:
+        """Free the slabs without sequences."""
         for key, slabs in list(self.slabs.items()):
             if any(len(slab.free) == len(slab.keys) for slab in slabs):
                 self.slabs[key] = [slab for slab in slabs if len(slab.free) < len(slab.keys)]

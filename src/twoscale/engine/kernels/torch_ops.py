@@ -1,4 +1,4 @@
-"""Kernels made of torch's operators: any device and precision, the model's own weights, and the reference for the other kernels.
+"""The `torch` kernels: torch's operators on the model's own weights, for any device and dtype. The reference for the other kernels.
 
 Shapes: N rows, C width, S sequences, H query heads, J key/value heads, T positions, D head width.
 """
@@ -19,20 +19,20 @@ from twoscale.geometry.steps import length
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm
 
 if TYPE_CHECKING:
-    from twoscale.engine.cache import LayerCache, Place
+    from twoscale.engine.cache import LayerCache, Positions
     from twoscale.engine.rows import Part, Rows
 
 
-MIN_POSITIONS = 64  # of a slot
+MIN_POSITIONS = 64  # smallest number of positions of a slot
 
 
 def _slot_positions(capacity: int) -> int:
-    """Positions of a slot: a power of two, so that sequences of similar length share a slab."""
+    """Number of positions of a slot: a power of two, so that sequences of similar length share a slab."""
     return max(MIN_POSITIONS, 1 << (capacity - 1).bit_length())
 
 
-class EagerNorm(nn.Module):
-    """RMSNorm in a few operations: x sqrt(C) / sqrt(||x||^2 + C eps) * gain."""
+class TorchNorm(nn.Module):
+    """RMSNorm in few operators: x sqrt(C) / sqrt(||x||^2 + C eps) * gain."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
@@ -46,29 +46,29 @@ class EagerNorm(nn.Module):
 
 
 def measure(before: Tensor, after: Tensor, last: Tensor) -> tuple[Numbers, ...]:
-    """||D||, ||D - last||, ||last|| and ||before|| for the step D = after - before of every row (N, C); `last` becomes D."""
+    """||D||, ||D - last||, ||last|| and ||before|| for the step D = after - before of every row (N, C). Overwrites `last` with D."""
     before = before.float()
     step = after.float() - before
-    found = length(step), length(step - last), length(last), length(before)
+    numbers = length(step), length(step - last), length(last), length(before)
     last.copy_(step)
-    return found
+    return numbers
 
 
-class EagerKernels(Kernels):
+class TorchKernels(Kernels):
     """torch's operators on the model's own weights."""
 
     name = "torch"
     copies_weights = False
 
     def __init__(self, batch_attention: bool = True) -> None:
-        """Without `batch_attention` there is one attention call a sequence, to measure and test against."""
+        """Without `batch_attention` there is one attention call per sequence, for benchmarks and tests."""
         self.slots, self.batch_attention = Slots(), batch_attention
 
     def linear(self, weight: Tensor) -> nn.Module:
         raise AssertionError("the model's own linear maps are used")
 
     def norm(self, norm: RMSNorm) -> nn.Module:
-        return EagerNorm(norm)
+        return TorchNorm(norm)
 
     def mlp(self, mlp: MLP, up: nn.Module, down: nn.Module) -> nn.Module:
         new = MLP.__new__(MLP)
@@ -80,7 +80,7 @@ class EagerKernels(Kernels):
         return block
 
     def bind(self, rows: "Rows") -> RowKernels:
-        return EagerRows(rows, self.batch_attention)
+        return TorchRows(rows, self.batch_attention)
 
     def meter(self) -> Meter:
         return measure
@@ -88,63 +88,65 @@ class EagerKernels(Kernels):
     def for_engine(self) -> Kernels:
         return type(self)(self.batch_attention)
 
-    def expect_sequences(self, capacities: Sequence[int]) -> None:
-        self.slots.expected = Counter(map(_slot_positions, capacities))
+    def hint_capacities(self, capacities: Sequence[int]) -> None:
+        self.slots.n_expected = Counter(map(_slot_positions, capacities))
 
     def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
         L, J, T, D = shape
-        slot = self.slots.take(layer, (L, J, _slot_positions(T), D), like)
+        slot = self.slots.allocate(layer, (L, J, _slot_positions(T), D), like)
         return slot.keys[:, :, :T], slot.values[:, :, :T], slot
 
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return 0, 0
 
-    def settle(self, store: "LayerCache", k: int, at: "Place") -> None:
-        level = (k - 1) % store.max_levels
-        for held in (store.keys, store.values):
-            held[k : store.depth, :, at] = held[level, :, at]
+    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
+        level = (k - 1) % layer_cache.max_levels
+        for tensor in (layer_cache.keys, layer_cache.values):
+            tensor[k : layer_cache.n_levels, :, at] = tensor[level, :, at]
 
 
-class EagerRows:
-    """Attention of rows: single tokens of many sequences in one call a slab, parts of several tokens one by one."""
+class TorchRows:
+    """Attention of the rows of a batch: in decode one padded call per slab of caches, in prefill one call per sequence."""
 
     def __init__(self, rows: "Rows", batch_attention: bool) -> None:
-        self.parts, self.positions, self.n = rows.parts, rows.positions, rows.n  # not `rows`, which refer to this object
+        self.parts, self.positions, self.n = rows.parts, rows.positions, rows.n  # not `rows` itself: it refers to this object
         self.masks: dict[object, Tensor | None] = {}
         self.indices: dict[tuple[int, ...], Tensor] = {}
-        self.together = batch_attention and len(rows.parts) > 1 and rows.one_each
-        """Whether there are several sequences with one token each."""
+        self.one_row_per_sequence = batch_attention and len(rows.parts) > 1 and rows.one_row_per_part
+        """Whether there are several sequences with one row each."""
 
     def attention(self, layer: int) -> Attend:
-        attend = self._attend_slabs if self.together else self._attend_parts
+        attend = self._attend_slabs if self.one_row_per_sequence else self._attend_parts
         return lambda q, k, v: attend(layer, q, k, v)
 
     def _attend_slabs(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): one call for the sequences of a slab, shorter ones masked."""
+        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): one SDPA call per slab, with a mask for shorter sequences."""
         by_slab: dict[Slab, list[tuple[int, int, int]]] = {}
         for i, part in enumerate(self.parts):
-            store = part.cache.layers[layer]
-            level, slot = store.open_level(part.k or 1, part.cache.length), store.slot
+            layer_cache = part.cache.layers[layer]
+            level, slot = layer_cache.ensure_level(part.k or 1, part.cache.length), layer_cache.slot
             assert isinstance(slot, Slot)
             by_slab.setdefault(slot.slab, []).append((i, slot.index, level))
         if len(by_slab) == 1:
-            ((slab, found),) = by_slab.items()
-            return self._attend_slab(slab, found, q[0], k[0], v[0])[None]
+            ((slab, entries),) = by_slab.items()
+            return self._attend_slab(slab, entries, q[0], k[0], v[0])[None]
         out = torch.empty_like(q)
-        for slab, found in by_slab.items():
-            index = self._index([i for i, _, _ in found])
-            out[0, index] = self._attend_slab(slab, found, q[0, index], k[0, index], v[0, index])
+        for slab, entries in by_slab.items():
+            index = self._index([i for i, _, _ in entries])
+            out[0, index] = self._attend_slab(slab, entries, q[0, index], k[0, index], v[0, index])
         return out
 
-    def _attend_slab(self, slab: Slab, found: list[tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (n, H, D), k and v (n, J, D) of rows (place, slot, level) -> (n, H, D)."""
-        places, slots, levels = ([entry[i] for entry in found] for i in range(3))
-        parts = [self.parts[i] for i in places]
-        positions = self.positions if len(places) == self.n else self.positions[self._index(places)]
+    def _attend_slab(self, slab: Slab, entries: list[tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (n, H, D), k and v (n, J, D) of entries (row, slot, level) -> (n, H, D)."""
+        row_indices, slots, levels = ([entry[i] for entry in entries] for i in range(3))
+        parts = [self.parts[i] for i in row_indices]
+        positions = self.positions if len(row_indices) == self.n else self.positions[self._index(row_indices)]
         longest = max(part.end for part in parts)
         keys: Tensor
         values: Tensor
-        if len(set(levels)) == 1 and slots[-1] - slots[0] == len(slots) - 1 and slots == sorted(slots):  # neighbours at one level: no copy
+        if (
+            len(set(levels)) == 1 and slots[-1] - slots[0] == len(slots) - 1 and slots == sorted(slots)
+        ):  # adjacent slots at one level: views, no copy
             rows = self._index(range(len(slots)))
             keys, values = (x[slots[0] : slots[0] + len(slots), levels[0]] for x in (slab.keys, slab.values))
             keys[rows, :, positions], values[rows, :, positions] = k, v
@@ -153,7 +155,7 @@ class EagerRows:
             at, level = self._index(slots), self._index(levels)
             slab.keys[at, level, :, positions], slab.values[at, level, :, positions] = k, v
             keys, values = slab.keys[at, level, :, :longest], slab.values[at, level, :, :longest]
-        mask = self._padding(tuple(places), positions, [part.end for part in parts], q.dtype)
+        mask = self._padding(tuple(row_indices), positions, [part.end for part in parts], q.dtype)
         y = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return y[:, :, 0]
 
@@ -163,23 +165,23 @@ class EagerRows:
             self.indices[key] = torch.tensor(key, device=self.positions.device)
         return self.indices[key]
 
-    def _padding(self, places: tuple[int, ...], positions: Tensor, ends: list[int], dtype: torch.dtype) -> Tensor | None:
-        """(n, 1, 1, T): what is added to the scores, so that no row attends to padding; None where no sequence is shorter."""
+    def _padding(self, row_indices: tuple[int, ...], positions: Tensor, ends: list[int], dtype: torch.dtype) -> Tensor | None:
+        """Additive attention mask (n, 1, 1, T) for padding; None if all sequences have the same length."""
         if min(ends) == max(ends):
             return None
-        if places not in self.masks:
-            self.masks[places] = _mask(positions, max(ends), dtype)[:, None, None]
-        return self.masks[places]
+        if row_indices not in self.masks:
+            self.masks[row_indices] = _mask(positions, max(ends), dtype)[:, None, None]
+        return self.masks[row_indices]
 
     def _attend_parts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same, one call a sequence."""
+        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D): one SDPA call per sequence."""
         gqa = q.shape[2] != k.shape[2]
         outs, first = [], 0
         for i, part in enumerate(self.parts):
-            store, rows = part.cache.layers[layer], slice(first, first + part.count)
+            layer_cache, rows = part.cache.layers[layer], slice(first, first + part.count)
             new_keys, new_values = (x[0, rows].transpose(0, 1) for x in (k, v))
             at = slice(part.at, part.at + 1) if isinstance(part.at, int) else part.at
-            keys, values = store.write(part.k or 1, at, new_keys, new_values, part.end, part.cache.length)
+            keys, values = layer_cache.write(part.k or 1, at, new_keys, new_values, part.end, part.cache.length)
             mask = None if part.causal or part.count == 1 else self._causal(i, part, first, q.dtype)
             y = F.scaled_dot_product_attention(
                 q[:, rows].transpose(1, 2), keys[None], values[None], attn_mask=mask, is_causal=part.causal, enable_gqa=gqa
@@ -189,7 +191,7 @@ class EagerRows:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _causal(self, i: int, part: "Part", first: int, dtype: torch.dtype) -> Tensor:
-        """(n, T): what is added to the scores of a part's rows, so that none attends to a later position."""
+        """Additive causal mask (n, T) for the rows of a part."""
         key = ("part", i)
         if key not in self.masks:
             self.masks[key] = _mask(self.positions[first : first + part.count], part.end, dtype)
