@@ -347,6 +347,36 @@ def test_learned_rule() -> None:
     assert torch.equal(together, alone) and len(together.unique()) > 1
 
 
+def test_learned_rule_on_states() -> None:
+    """A head on the state sees the state and the step of the definitions, from the first step on; its choice is the same for one row and
+    for many; one of another width is refused."""
+    from twoscale import trace
+    from twoscale.exits.learned import HIDDEN, score_of_state, state_features
+
+    config = ModelConfig(vocab_size=40, block_size=16, n_layer=3, n_head=2, n_embd=32, groups=((1,),), mean_loops=8)
+    model, chance = loud(config, seed=3, scale=0.1), torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 40, (3, 12), generator=chance)
+    seen = record_signals(model, HeldOut(ids, ids, ids, "windows"), exits.Acceleration(0.0), 6, state_features)[0]  # (K, n, F)
+    states = trace(model, ids, loops=6).states[0].flatten(1, 2)
+    for k in range(6):
+        expected = torch.cat((torch.tensor([1.0, math.log(k + 1)]).expand(36, 2), states[k + 1], states[k + 1] - states[k]), dim=1)
+        assert torch.allclose(seen[k], expected, atol=1e-4)
+    weights = torch.randn(HIDDEN * (3 + 64) + 1, generator=chance) * 0.3
+    hidden, out, bias = weights[: HIDDEN * 66].view(HIDDEN, 66), weights[HIDDEN * 66 : -1], weights[-1]
+    by_hand = (torch.nn.functional.gelu(seen[3] @ hidden.T) * out).sum(dim=1) + bias
+    assert torch.allclose(score_of_state(weights, seen[3]), by_hand, atol=1e-4)
+    weights[-1] -= by_hand.median()  # so that about half of the tokens leave after the fourth step
+    rule = exits.Learned(0.5, weights=(tuple(weights.tolist()),), min_steps=4)
+    together = forward(model, ids, exit=rule, loops=12).steps
+    alone = torch.stack([forward(model, row[None], exit=rule, loops=12).steps[0] for row in ids])
+    assert torch.equal(together, alone) and len(together.unique()) > 1
+    assert (forward(model, ids, exit=exits.Learned(1.1, weights=rule.weights), loops=12).steps == 1).all()
+    with pytest.raises(UserError, match="width 16"):
+        forward(LoopedGPT(dataclasses.replace(config, n_embd=16), seed=0), ids, exit=rule, loops=4)
+    with pytest.raises(UserError, match="finite weights"):
+        exits.Learned(0.5, weights=(tuple(weights.tolist()[:-1]),))
+
+
 def test_controller_learns() -> None:
     """On the constructed model it tells easy tokens from hard ones, which base rates cannot."""
     model, text = two_speeds()

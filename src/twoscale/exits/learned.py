@@ -1,12 +1,12 @@
-"""A learned controller: a linear head for each group, no logits.
+"""A learned controller: a small head for each group, no logits.
 
 It is trained post hoc on a frozen model (`twoscale.tradeoff.controller`) to say how likely it is that more steps will lower the
 token's loss; a token leaves when that is unlikely. A head has one of two kinds of inputs, which its number of weights tells:
 
-    geometry   7 weights: the lengths of steps and the angle between them (FEATURES)
-    state      2 + 2C weights: 1, log k, the state x^(k+1), and the step x^(k+1) - x^(k)
+    geometry   7 weights, linear in the lengths of steps and the angle between them (FEATURES)
+    state      HIDDEN (3 + 2C) + 1 weights: w2 . gelu(W1 f) + b with f = [1, log k, x^(k+1), x^(k+1) - x^(k)]
 
-Shapes: N tokens, C width.
+Shapes: N tokens, C width, H hidden units, F features.
 """
 
 import math
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twoscale.config import UserError
@@ -37,6 +38,9 @@ def features(view: StepView) -> list[Numbers]:
     return [1.0, relative, log(beside(acceleration, state)), log(beside(step, last)), turned, depth, relative * depth]
 
 
+HIDDEN = 8
+
+
 def state_features(view: StepView) -> list[Numbers]:
     """The inputs of a head on the state, 2 + 2C of them; they are there from the first step on."""
     return [1.0, _log_k(view), *view.after.unbind(dim=-1), *view.step.unbind(dim=-1)]
@@ -44,6 +48,12 @@ def state_features(view: StepView) -> list[Numbers]:
 
 def _log_k(view: StepView) -> Numbers:
     return torch.log(view.k.double()) if isinstance(view.k, Tensor) else math.log(view.k)
+
+
+def score_of_state(weights: Tensor, x: Tensor) -> Tensor:
+    """The score of a head on the state for features x (N, F): (N,)."""
+    first, second, bias = weights[: HIDDEN * x.shape[1]].view(HIDDEN, -1), weights[-HIDDEN - 1 : -1], weights[-1]
+    return F.gelu(x @ first.T) @ second + bias
 
 
 def _log(x: Numbers) -> Tensor:
@@ -76,51 +86,48 @@ class Learned(Threshold):
     @cached_property
     def heads(self) -> tuple[tuple[float, ...], ...]:
         heads: Any = self.weights or read_heads(Path(self.file))
-        if not heads or not all(map(is_head, heads)):
-            raise UserError(
-                f"Learned: a head has {len(FEATURES)} finite weights ({', '.join(FEATURES)}), or 2 + 2C of them for a model of width C"
-            )
+        if not heads or not all(map(_is_head, heads)):
+            allowed = f"{len(FEATURES)} finite weights ({', '.join(FEATURES)}), or {HIDDEN} (3 + 2C) + 1 for a model of width C"
+            raise UserError(f"Learned: a head has {allowed}")
         return tuple(tuple(head) for head in heads)
 
     @cached_property
-    def _state_weights(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """For each group with a head on the state, the weights of the states after and before a step, (C,) doubles."""
-        found = {}
-        for group, head in enumerate(self.heads):
-            if len(head) != len(FEATURES):
-                of_state, of_step = torch.tensor(head[2:], dtype=torch.float64, device="cpu").chunk(2)
-                found[group] = of_state + of_step, -of_step
-        return found
+    def _on_state(self) -> dict[int, Tensor]:
+        """The weights of the heads on states, by group, as doubles."""
+        return {g: torch.tensor(head, dtype=torch.float64, device="cpu") for g, head in enumerate(self.heads) if len(head) != len(FEATURES)}
+
+    def flops(self, group: int) -> int:
+        """Of one look: a multiplication and an addition for each weight."""
+        return 2 * len(self.heads[group])
 
     def measure(self, view: StepView) -> Numbers:
         if view.group >= len(self.heads):
             raise UserError(f"Learned: the controller has {len(self.heads)} heads, the model more groups: it was trained for another model")
-        head = self.heads[view.group]
-        score = self._of_state(view, head) if view.group in self._state_weights else self._of_geometry(view, head)
+        score = self._of_state(view) if view.group in self._on_state else self._of_geometry(view)
         if isinstance(score, Tensor):
             return score.sigmoid()
         return score if score != score else 1 / (1 + math.exp(-max(-80.0, min(80.0, score))))
 
-    def _of_geometry(self, view: StepView, head: tuple[float, ...]) -> Numbers:
+    def _of_geometry(self, view: StepView) -> Numbers:
         score: Numbers = 0.0
-        for weight, value in zip(head, features(view), strict=True):
+        for weight, value in zip(self.heads[view.group], features(view), strict=True):
             score = score + weight * value
         return score
 
-    def _of_state(self, view: StepView, head: tuple[float, ...]) -> Numbers:
-        """In doubles, row by row: a token's score must not depend on the rows beside it."""
-        after, before = (weight.to(view.after.device) for weight in self._state_weights[view.group])
-        if len(after) != view.after.shape[-1]:
-            raise UserError(
-                f"Learned: a head for states of width {len(after)}, the model has {view.after.shape[-1]}: it is of another model"
-            )
-        return (view.after.double() * after).sum(dim=-1) + (view.before.double() * before).sum(dim=-1) + head[0] + head[1] * _log_k(view)
+    def _of_state(self, view: StepView) -> Tensor:
+        """In doubles: a token's score must not depend on the rows beside it, whose number decides the order of sums in a matrix product."""
+        after, weights = view.after.double(), self._on_state[view.group].to(view.after.device)
+        n, width = after.shape
+        if len(weights) != HIDDEN * (3 + 2 * width) + 1:
+            raise UserError(f"Learned: the head of group {view.group} is not for states of width {width}: it was trained for another model")
+        log_k = torch.as_tensor(_log_k(view), dtype=torch.float64, device=after.device).expand(n)[:, None]
+        return score_of_state(weights, torch.cat((torch.ones_like(log_k), log_k, after, after - view.before.double()), dim=1))
 
 
-def is_head(head: Any) -> bool:
+def _is_head(head: Any) -> bool:
     """Whether these are the weights of a head: finite, and as many as one of the two kinds has."""
-    known = len(head) == len(FEATURES) or (len(head) >= 4 and len(head) % 2 == 0)
-    return known and all(math.isfinite(w) for w in head)
+    width, rest = divmod(len(head) - 1 - 3 * HIDDEN, 2 * HIDDEN)
+    return (len(head) == len(FEATURES) or (width > 0 and rest == 0)) and all(math.isfinite(w) for w in head)
 
 
 def read_heads(path: Path) -> tuple[tuple[float, ...], ...]:

@@ -9,6 +9,7 @@ Shapes: K steps, n tokens, F features.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from twoscale import exits
 from twoscale.config.files import write_json
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json
-from twoscale.exits.learned import FEATURES, features, heads_of, state_features
+from twoscale.exits.learned import FEATURES, HIDDEN, features, heads_of, score_of_state, state_features
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.evaluate import evaluate
 from twoscale.tradeoff.heldout import HeldOut
@@ -30,8 +31,10 @@ from twoscale.tradeoff.signals import record_signals
 
 MARGIN = 0.01  # nats
 DECAY = 1e-3
+STATE_DECAY = 1e-4
+MAX_ROWS = 200_000  # that a head on the state is fitted to
 WINDOWS = 16  # of text
-SAMPLES = 128  # of a task
+SAMPLES = 256  # of a task
 HELD_BACK = 4  # every fourth sequence is not fitted to, and chooses between the kinds of heads
 KINDS = {"geometry": features, "state": state_features}  # the simpler one first
 
@@ -48,7 +51,7 @@ def train_controller(model: LoopedGPT, text: HeldOut, loops: int) -> dict[str, A
     found: list[dict[str, dict[str, Any]]] = [{} for _ in range(model.config.n_groups)]
     for kind, read in KINDS.items():
         for group, values in enumerate(record_signals(model, text, exits.Acceleration(0.0), loops, read)):
-            found[group][kind] = _fitted(values, better, fitted)
+            found[group][kind] = _fitted(kind, values, better, fitted)
     heads, told = [], []
     for each in found:
         kind = min(each, key=lambda kind: float(each[kind]["loss"]))
@@ -60,12 +63,12 @@ def train_controller(model: LoopedGPT, text: HeldOut, loops: int) -> dict[str, A
             "margin": MARGIN, "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 
 
-def _fitted(x: Tensor, y: Tensor, fitted: Tensor) -> dict[str, Any]:
+def _fitted(kind: str, x: Tensor, y: Tensor, fitted: Tensor) -> dict[str, Any]:
     """A head on features x (K, n, F) for labels y (K, n), and what it tells of the tokens that are not `fitted` (n,)."""
     known = x.isfinite().all(dim=2)  # the geometry of the first step has nothing to compare with
     inside, outside = known & fitted, known & ~fitted
-    head = fit(x[inside], y[inside])
-    score, labels = x[outside] @ head, y[outside]
+    head = fit(x[inside], y[inside]) if kind == "geometry" else fit_state(x[inside], y[inside])
+    score, labels = x[outside] @ head if kind == "geometry" else score_of_state(head, x[outside]), y[outside]
     unknown = y[~known & ~fitted]  # where it cannot say anything the token stays
     loss = float(F.binary_cross_entropy_with_logits(score, labels)) if len(labels) else math.inf
     right = (float(((score > 0).float() == labels).sum()) + float(unknown.sum())) / max(1, len(labels) + len(unknown))
@@ -75,22 +78,43 @@ def _fitted(x: Tensor, y: Tensor, fitted: Tensor) -> dict[str, Any]:
 
 def fit(x: Tensor, y: Tensor) -> Tensor:
     """Logistic regression of y (n,) on x (n, F), whose first column is 1: (F,)."""
+    z, mean, std = _standardize(x)
+    w = _minimize(torch.zeros(z.shape[1]), lambda w: F.binary_cross_entropy_with_logits(z @ w, y) + DECAY * w[1:].square().sum())
+    slopes = w[1:] / std
+    return torch.cat((w[:1] - (slopes * mean).sum(), slopes))
+
+
+def fit_state(x: Tensor, y: Tensor) -> Tensor:
+    """The same with a hidden layer: the weights of a head on the state, from the same start every time."""
+    every = -(-len(x) // MAX_ROWS)
+    (z, mean, std), y = _standardize(x[::every]), y[::every]
+    start = torch.randn(HIDDEN * (z.shape[1] + 1) + 1, generator=torch.Generator().manual_seed(0)) / z.shape[1] ** 0.5
+    w = _minimize(start, lambda w: F.binary_cross_entropy_with_logits(score_of_state(w, z), y) + STATE_DECAY * w[:-1].square().sum())
+    first = w[: HIDDEN * z.shape[1]].view(HIDDEN, -1)
+    slopes = first[:, 1:] / std
+    first = torch.cat((first[:, :1] - (slopes * mean).sum(dim=1, keepdim=True), slopes), dim=1)
+    return torch.cat((first.flatten(), w[HIDDEN * z.shape[1] :]))
+
+
+def _standardize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x with all columns but the first, which is 1, of mean 0 and deviation 1; what they were."""
     mean, std = x[:, 1:].mean(dim=0), x[:, 1:].std(dim=0).clamp(min=1e-6)
-    z = torch.cat((x[:, :1], (x[:, 1:] - mean) / std), dim=1)
-    weight = torch.zeros(z.shape[1], requires_grad=True)
+    return torch.cat((x[:, :1], (x[:, 1:] - mean) / std), dim=1), mean, std
+
+
+def _minimize(start: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    weight = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([weight], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(z @ weight, y) + DECAY * weight[1:].square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+        value = loss(weight)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
 
     with torch.enable_grad():
         optimizer.step(closure)  # type: ignore[no-untyped-call]
-    w = weight.detach()
-    slopes = w[1:] / std
-    return torch.cat((w[:1] - (slopes * mean).sum(), slopes))
+    return weight.detach()
 
 
 def controller(folder: Path, opened: LoadedRun, loops: int) -> exits.Learned:

@@ -64,7 +64,8 @@ def counted_flops(config: ModelConfig, steps: Tensor, exit: Exit | None = None) 
 def flops_of_tokens(config: ModelConfig, steps: Tensor, exit: Exit | None = None) -> tuple[Tensor, Tensor]:
     """FLOPs of every token (N, T), and how many of them are the rule's own looks.
 
-    Every look of a rule on logits reads the head; through the coda, the layers after the last group as well.
+    Every look of a rule on logits reads the head; through the coda, the layers after the last group as well. A learned controller's looks
+    are the products of its own head.
     """
     c, (N, T, _) = config, steps.shape
     context = torch.arange(1, T + 1, dtype=torch.float64)
@@ -82,6 +83,8 @@ def flops_of_tokens(config: ModelConfig, steps: Tensor, exit: Exit | None = None
             at_zero = layer_flops(c, 0)
             look = head_flops(c) + coda * (at_zero + (layer_flops(c, 1) - at_zero) * context)
             looks = looks + taken * look
+        elif isinstance(rule, exits.Learned):
+            looks = looks + taken * rule.flops(g)
     return total + looks, looks
 
 

@@ -1,6 +1,7 @@
 """`twoscale sweep` on a run of a task, and what tells it from a run on text."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def sweep_task(
     drop, count = check_drop(max_accuracy_drop), check_samples(samples)
     families: dict[str, exits.Rule] = usable_rules(opened.model.config, rules)
     if learned is not None:
-        families["learned"] = learned
+        families |= {"learned": learned} | {f"learned:hits={n}": replace(learned, hits=n) for n in (2, 3)}
     fit = opened.text("fit", fit_samples(count))
     say(f"thresholds of {len(families)} rules are looked for on {len(fit.ids)} samples")
     settings = {"fixed": fixed_settings(loops)} | {word: rule_settings(opened.model, fit, rule, loops) for word, rule in families.items()}
