@@ -58,7 +58,7 @@ def found_in(run: Path) -> Sweep:
 def test_everything_is_measured(swept: Path) -> None:
     """Every rule has points, a choice for all tokens and one for the answers, beside fixed depths, random exits and the true depths."""
     sweep = found_in(swept)
-    rules = {*TASK_RULES[:-1], "learned"}  # the model has no gate
+    rules = {*TASK_RULES[:-1], "learned", "learned:hits=2", "learned:hits=3"}  # the model has no gate
     assert sweep.task == "hops" and {p["family"].removesuffix("@answers") for p in sweep.points} - rules <= {
         "full",
         "fixed",
@@ -86,7 +86,7 @@ def test_choices_are_certified(swept: Path) -> None:
     opened = commands.load_run(swept)
     certify = opened.text("certify", 6)
     full, sweep = evaluate(opened.model, certify, None, 4), found_in(swept)
-    for choice in (c for c in sweep.choices if c["id"] is not None and c["family"] != "learned"):
+    for choice in (c for c in sweep.choices if c["id"] is not None and not c["family"].startswith("learned")):
         rule = exits.parse(choice["id"])
         rule = rule if choice["scope"] == "all" else exits.AnswersOnly.of(rule, certify.asked)
         bound = drop_bound(certify, evaluate(opened.model, certify, rule, 4), full, 0.05)

@@ -31,10 +31,10 @@ from twoscale.tradeoff.signals import record_signals
 
 MARGIN = 0.01  # nats
 DECAY = 1e-3
-STATE_DECAY = 1e-4
-MAX_ROWS = 200_000  # that a head on the state is fitted to
+STATE_DECAY = 1e-3
+MAX_ROWS = 20_000  # that a head on the state is fitted to
 WINDOWS = 16  # of text
-SAMPLES = 256  # of a task
+SAMPLES = 128  # of a task
 HELD_BACK = 4  # every fourth sequence is not fitted to, and chooses between the kinds of heads
 KINDS = {"geometry": features, "state": state_features}  # the simpler one first
 
