@@ -167,7 +167,7 @@ class Rule:
     """The state that a leaving token takes along: the one it has just computed, or the one before, as the paper prints."""
 
     follows_steps: ClassVar[bool] = False
-    """Whether the rule compares steps by the numbers of `StepView` (`acceleration`, `last_step_norm`); the step is then remembered
+    """Whether the rule compares steps by the norms of `StepView` (`acceleration`, `last_step_norm`); the step is then remembered
     for it, and `view.last`, which may hold the new step already, is not for it to read."""
     token_by_token: ClassVar[bool] = False
     """Whether tokens of one sequence must be finished one after the other (a rule that reads through the coda)."""
