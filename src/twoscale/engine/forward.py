@@ -96,8 +96,8 @@ def _with_exits(
         params = replace(params, kv="last")
     elif max(lengths) >= MIN_WARNED_PASSES:
         warnings.warn(
-            f"this exit rule needs the tokens one at a time, {max(lengths)} passes instead of one: with read='coda' it runs the layers after "
-            "the last loop group, where a token attends to the finished tokens before it; read='lens' is faster",
+            f"this exit rule needs the tokens one at a time, {max(lengths)} passes instead of one: with read='coda' it runs the layers "
+            "after the last loop group, where a token attends to the finished tokens before it; read='lens' is faster",
             stacklevel=4,
         )
     inputs = [(b, engine.new_cache(n, params), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
