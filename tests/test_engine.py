@@ -18,7 +18,7 @@ from reference_rules import leaves
 from twoscale import exits
 from twoscale.config import ModelConfig
 from twoscale.engine import Engine, Loop, loop_params
-from twoscale.engine.kernels.library import native
+from twoscale.engine.kernels.library import c_library
 from twoscale.engine.rows import Rows, make_part
 from twoscale.model import LoopedGPT
 
@@ -315,7 +315,7 @@ def test_config_without_groups() -> None:
 @pytest.mark.parametrize("heads, head", [(2, 16), (3, 32), (2, 48), (1, 64), (2, 72), (1, 96)])
 def test_bits(heads: int, head: int) -> None:
     """With the C kernels a row's states do not depend, to the bit, on the rows beside it: whole, in pieces, one by one, in company."""
-    if native() is None:
+    if c_library() is None:
         pytest.skip("no C compiler on this machine")
     config = dataclasses.replace(small_model(block_size=64), n_head=heads, n_embd=heads * head)
     model = loud(config, 0, scale=0.1)

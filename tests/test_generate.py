@@ -14,7 +14,7 @@ from forked import run_script
 from models import loud
 from twoscale import UserError, exits
 from twoscale.engine.cache import bytes_per_token
-from twoscale.engine.kernels.library import native
+from twoscale.engine.kernels.library import c_library
 from twoscale.engine.request import LoopParams
 from twoscale.train import start_run
 
@@ -57,7 +57,7 @@ def test_packed_weights() -> None:
 
 def test_a_row_to_the_bit() -> None:
     """With the C kernels, a row's tokens' states do not depend on the rows beside it, to the bit."""
-    if native() is None:
+    if c_library() is None:
         pytest.skip("no C compiler on this machine")
     from twoscale.engine import Engine, loop_params
 
@@ -75,8 +75,8 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import twoscale\nfrom models import loud, small_model\n"
-        "from twoscale.engine.kernels.library import native\n"
-        "print(native() is None, twoscale.generate(loud(small_model()), [[1, 2, 3]], 8).tokens)\n"
+        "from twoscale.engine.kernels.library import c_library\n"
+        "print(c_library() is None, twoscale.generate(loud(small_model()), [[1, 2, 3]], 8).tokens)\n"
     )
     here = str(Path(__file__).parent)
     said = {}

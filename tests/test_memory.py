@@ -11,7 +11,7 @@ from concurrency import at_once
 from forked import run_script
 from models import loud, small_model
 from twoscale.engine import Engine, cache, engine as engine_module, loop_params
-from twoscale.engine.kernels.library import _is_intact, input_and_output, native, pointer, row_pointer
+from twoscale.engine.kernels.library import _is_intact, c_library, input_and_output, pointer, row_pointer
 from twoscale.engine.rows import Rows, make_part
 
 HERE = Path(__file__).parent
@@ -123,9 +123,9 @@ FIRST_USE = """
 import time
 from concurrency import at_once
 from twoscale.engine.kernels import native
-from twoscale.engine.kernels.library import native as library
+from twoscale.engine.kernels.library import c_library
 
-if library() is not None:
+if c_library() is not None:
     panels, calls = native.panels, []
 
     def slow_panels(weight):
@@ -165,17 +165,17 @@ def test_seeds_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_library_by_threads() -> None:
     """The kernels are loaded once, whoever asks first."""
-    if native() is None:
+    if c_library() is None:
         pytest.skip("no C compiler on this machine")
-    native.cache_clear()
-    assert len({id(library) for library in at_once(lambda i: native())}) == 1
+    c_library.cache_clear()
+    assert len({id(library) for library in at_once(lambda i: c_library())}) == 1
 
 
 KERNELS = """
 from pathlib import Path
-from twoscale.engine.kernels.library import native
+from twoscale.engine.kernels.library import c_library
 model = loud(small_model(), scale=0.1)
-print(native() is not None, twoscale.generate(model, [[1, 2, 3]], 8).tokens)
+print(c_library() is not None, twoscale.generate(model, [[1, 2, 3]], 8).tokens)
 """
 
 
@@ -203,7 +203,7 @@ def test_damaged_kernel_cache(damage: str, kernel_cache: tuple[Path, bytes]) -> 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
     """Two processes that need the kernels at the same time both get them, and leave only whole libraries behind."""
-    if native() is None:
+    if c_library() is None:
         pytest.skip("no C compiler on this machine")
     found = at_once(lambda i: run(KERNELS, XDG_CACHE_HOME=str(tmp_path)), 2)
     assert found[0] == found[1] and str(found[0]).startswith("True")

@@ -8,11 +8,11 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.engine.kernels.library import native
+from twoscale.engine.kernels.library import c_library
 from twoscale.engine.request import Draw, SamplingParams
 from twoscale.engine.sample import Sampled, _sample_native, _sample_torch, sample
 
-needs_kernel = pytest.mark.skipif(native() is None, reason="no C compiler")
+needs_kernel = pytest.mark.skipif(c_library() is None, reason="no C compiler")
 SETTINGS = (
     SamplingParams(),
     SamplingParams(1.0),
@@ -33,7 +33,7 @@ SETTINGS = (
 
 
 def by_kernel(logits: Tensor, draws: list[Draw]) -> Sampled:
-    return _sample_native(native(), logits, draws)
+    return _sample_native(c_library(), logits, draws)
 
 
 PATHS = [pytest.param(_sample_torch, id="torch"), pytest.param(by_kernel, id="kernel", marks=needs_kernel)]

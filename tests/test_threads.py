@@ -14,15 +14,15 @@ from conftest import small_model
 from twoscale import exits
 from twoscale.config.cpu import usable_cores
 from twoscale.engine.kernels import library as kernels
-from twoscale.engine.kernels.library import native, panels, threads_to_use
+from twoscale.engine.kernels.library import c_library, panels, threads_to_use
 from twoscale.model import LoopedGPT
 
-needs_kernel = pytest.mark.skipif(native() is None, reason="no C compiler")
+needs_kernel = pytest.mark.skipif(c_library() is None, reason="no C compiler")
 
 
 def product(threads: int, x: torch.Tensor, inside: torch.Tensor, outputs: int) -> torch.Tensor:
     y = torch.full((len(x), outputs), torch.nan)
-    native().linear(threads, len(x), x.shape[1], outputs, x.data_ptr(), inside.data_ptr(), y.data_ptr())
+    c_library().linear(threads, len(x), x.shape[1], outputs, x.data_ptr(), inside.data_ptr(), y.data_ptr())
     return y
 
 

@@ -9,7 +9,7 @@ from conftest import small_model
 from models import loud
 from twoscale.engine import Engine, Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.kernels import decode_copy, fingerprint as fingerprints
-from twoscale.engine.kernels.library import native
+from twoscale.engine.kernels.library import c_library
 from twoscale.model import LoopedGPT
 
 
@@ -132,10 +132,10 @@ def changed(data: st.DataObject, weight: torch.Tensor) -> None:
 @pytest.mark.parametrize("with_library", [True, False])
 def test_fingerprint(with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of one entry or two of any weight changes the fingerprint; taken back, it is the old one, for any number of threads."""
-    if with_library and native() is None:
+    if with_library and c_library() is None:
         pytest.skip("no C compiler on this machine")
     if not with_library:
-        monkeypatch.setattr(fingerprints, "native", lambda: None)
+        monkeypatch.setattr(fingerprints, "c_library", lambda: None)
     model = loud(small_model(n_embd=36, n_head=3, mlp_hidden=50, block_size=4000))  # wpe is more than one piece of 2^18 bytes
     weights, want = dict(model.named_parameters()), fingerprints.fingerprint(model)
 

@@ -89,7 +89,7 @@ class Steps:
                 loop = Loop(self.engine, stage)
                 loop.admit(Rows(parts, torch.stack((torch.full_like(tokens, self.context), tokens)), self.engine.kernels), self.e)
                 if looks is not None:
-                    state = loop.rules.segments[0].state
+                    state = loop.rules.by_rule[0].state
                     assert state is not None
                     state.update = _timed_calls(state.update, looks)  # type: ignore[method-assign]
                 while len(loop):

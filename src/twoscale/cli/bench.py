@@ -167,7 +167,7 @@ def _sampling(args: BenchDecodeArgs) -> int:
 def _decode(args: BenchDecodeArgs) -> int:
     from twoscale import exits
     from twoscale.bench import decode as b
-    from twoscale.engine.kernels.library import native
+    from twoscale.engine.kernels.library import c_library
     from twoscale.model import LoopedGPT
 
     config = presets.get(args.preset).model
@@ -176,7 +176,7 @@ def _decode(args: BenchDecodeArgs) -> int:
     if max(args.contexts) >= config.block_size:
         raise UserError(f"--contexts {max(args.contexts)}: the preset {args.preset} has a context of {config.block_size}")
     model = LoopedGPT(config).eval()
-    kernels = "C kernels for few rows" if native() is not None else "no C kernels (no compiler?), packed weights"
+    kernels = "C kernels for few rows" if c_library() is not None else "no C kernels (no compiler?), packed weights"
     print(f"preset {args.preset}, {args.loops} loops, {kernels}; medians of {args.repeats} interleaved repeats\n")
 
     print("one loop step (mean over groups)      ours    floor  ours/floor   packed    plain  plain/ours")

@@ -7,7 +7,7 @@ Shapes: N rows, n tokens of one sequence, C width, G group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,16 +24,22 @@ Entry = tuple[int, Cache, Sequence[int], Request | None]  # index in the caller'
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """The tokens of one sequence in a batch: one token in decode, a chunk of the prompt in prefill."""
+    """A chunk in flight: all tokens that one sequence has in a batch, one in decode, a chunk of the prompt in prefill.
+
+    Some of its tokens may have exited the current loop while others are still inside; a `Part` of the loop's rows is then a subset.
+    """
 
     part: Part
+    """All its tokens, also while the rows in a loop are subsets."""
     ids: Tensor
     """int64 (2, n): positions and tokens."""
     request: Request | None
     steps: list[list[int]]
     """[group][token]: loop steps taken."""
-    x: Tensor
-    """(n, C): while some of the tokens are in a loop, the outputs of the others; at the end the states before the final norm."""
+    loop_outputs: Tensor | None = None
+    """(n, C): while some of the tokens are in a loop, the outputs of the others; None: no token has exited before the others."""
+    final_states: Tensor = field(init=False, repr=False)
+    """(n, C): the states before the final norm; set at the end of the network."""
     start: list[Tensor] | None = None
     """Initial states given by the caller, one (n, C) for each group; None: the model's."""
     stage_states: list[Tensor] | None = None
@@ -48,9 +54,9 @@ class InFlight:
 
 @dataclass(eq=False, slots=True)
 class WaitingRows:
-    """Rows that wait for a stage, stacked in the order of `in_flight`."""
+    """Rows that wait for a stage, stacked in the order of `chunks`."""
 
-    in_flight: list[InFlight]
+    chunks: list[InFlight]
     rows: Rows
     x: Tensor
     """States (N, C)."""
@@ -65,7 +71,7 @@ class Batch:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.in_flight: set[InFlight] = set()
+        self.chunks: set[InFlight] = set()
         self.waiting: dict[int, list[WaitingRows]] = {}
         self.loops: dict[int, Loop] = {}
         self.calls = 0
@@ -76,7 +82,7 @@ class Batch:
         self._done: list[InFlight] = []
 
     def __len__(self) -> int:
-        return len(self.in_flight)
+        return len(self.chunks)
 
     # -- entering ------------------------------------------------------------------------------------------------
 
@@ -86,40 +92,40 @@ class Batch:
         firsts = [cache.extend(len(new)) for _, cache, new, _ in entries]
         positions = [p for first, entry in zip(firsts, entries, strict=True) for p in range(first, first + len(entry[2]))]
         ids = torch.tensor([positions, [token for entry in entries for token in entry[2]]], dtype=torch.int64, device=engine.device)
-        in_flight, at, no_state = [], 0, ids.new_empty(0, 0)
+        chunks, at = [], 0
         for first, (batch_index, cache, new, request) in zip(firsts, entries, strict=True):
             n = len(new)
             row_range = slice(at, at + n)
             part = make_part(batch_index, cache, first, n)
-            item = InFlight(part, ids[:, row_range], request, [[0] * n for _ in range(groups)], no_state)
-            part.in_flight = item
+            chunk = InFlight(part, ids[:, row_range], request, [[0] * n for _ in range(groups)])
+            part.in_flight = chunk
             if start is not None:
-                item.start = [states[row_range] for states in start]
-            in_flight.append(item)
+                chunk.start = [states[row_range] for states in start]
+            chunks.append(chunk)
             at += n
-        rows = Rows([item.part for item in in_flight], ids, engine.kernels)
+        rows = Rows([chunk.part for chunk in chunks], ids, engine.kernels)
         x = engine.embed(rows)
         if keep_stage_states:
-            for item in in_flight:
-                item.stage_states = []
-        self.in_flight.update(in_flight)
-        self._arrive(0, WaitingRows(in_flight, rows, x))
-        return in_flight
+            for chunk in chunks:
+                chunk.stage_states = []
+        self.chunks.update(chunks)
+        self._arrive(0, WaitingRows(chunks, rows, x))
+        return chunks
 
     def _arrive(self, stage: int, waiting: WaitingRows) -> None:
         """Rows have reached a stage, or the end of the network."""
-        if waiting.in_flight[0].stage_states is not None:
-            for item, x in zip(waiting.in_flight, _split(waiting), strict=True):
-                assert item.stage_states is not None
-                item.stage_states.append(x)
+        if waiting.chunks[0].stage_states is not None:
+            for chunk, x in zip(waiting.chunks, _split(waiting), strict=True):
+                assert chunk.stage_states is not None
+                chunk.stage_states.append(x)
         if stage < len(self.engine.stages):
             waiting.arrived_at_call = self.calls
             self.waiting.setdefault(stage, []).append(waiting)
             return
-        for item, x in zip(waiting.in_flight, _split(waiting), strict=True):
-            item.x = x
-            self._remove(item)
-            self._done.append(item)
+        for chunk, x in zip(waiting.chunks, _split(waiting), strict=True):
+            chunk.final_states = x
+            self._remove(chunk)
+            self._done.append(chunk)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +144,7 @@ class Batch:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def advance(self, stage: int, keep_going: Callable[[Rows, int], bool] | None = None) -> list[InFlight]:
-        """Compute one stage for the rows that are there; returns the tokens that have reached the end of the network.
+        """Compute one stage for the rows that are there; returns the chunks that have reached the end of the network.
 
         `keep_going(rows, n_layers)` is called after each call. Loop steps are repeated until rows exit or `keep_going` returns False.
         """
@@ -151,7 +157,7 @@ class Batch:
             self._count_call(rows)
             if keep_going is not None:
                 keep_going(rows, len(self.engine.blocks[stage]))
-            self._arrive(stage + 1, WaitingRows([f for w in waiting for f in w.in_flight], rows, x))
+            self._arrive(stage + 1, WaitingRows([chunk for w in waiting for chunk in w.chunks], rows, x))
         done, self._done = self._done, []
         return done
 
@@ -191,10 +197,10 @@ class Batch:
     def _admit(self, loop: Loop, waiting: list[WaitingRows]) -> None:
         rows = concat_rows(w.rows for w in waiting)
         start, group = None, loop.group.index
-        for item in (f for w in waiting for f in w.in_flight):
-            item.n_in_loop = item.part.count
-        if waiting[0].in_flight[0].start is not None:
-            start = torch.cat([item.start[group] for w in waiting for item in w.in_flight])  # type: ignore[index]
+        for chunk in (chunk for w in waiting for chunk in w.chunks):
+            chunk.n_in_loop = chunk.part.count
+        if waiting[0].chunks[0].start is not None:
+            start = torch.cat([chunk.start[group] for w in waiting for chunk in w.chunks])  # type: ignore[index]
         loop.admit(rows, _concat([w.x for w in waiting]), start)
 
     def _exit(self, stage: int, exited: ExitedRows) -> None:
@@ -202,60 +208,60 @@ class Batch:
         group: int = self.engine.stages[stage].index  # type: ignore[assignment]
         rows, parts = exited.rows, exited.rows.parts
         calls = max(part.k for part in parts)
-        if all(part.in_flight.part is part for part in parts):  # all tokens of each sequence have exited together
-            in_flight: list[InFlight] = [part.in_flight for part in parts]
-            for item, part in zip(in_flight, parts, strict=True):
-                item.steps[group] = [part.k] * part.count
-                item.n_in_loop = 0
-            self._arrive(stage + 1, WaitingRows(in_flight, rows, exited.x, loop_calls=calls))
+        if all(part.in_flight.part is part for part in parts):  # no part is a subset: all tokens of each chunk have exited together
+            chunks: list[InFlight] = [part.in_flight for part in parts]
+            for chunk, part in zip(chunks, parts, strict=True):
+                chunk.steps[group] = [part.k] * part.count
+                chunk.n_in_loop = 0
+            self._arrive(stage + 1, WaitingRows(chunks, rows, exited.x, loop_calls=calls))
             return
-        complete, first = [], 0
+        complete, outputs, first = [], [], 0
         for part in parts:
-            item, row_range = part.in_flight, slice(first, first + part.count)
+            chunk, row_range = part.in_flight, slice(first, first + part.count)
             first = row_range.stop
-            token_indices = rows.positions[row_range] - item.ids[0, 0]
-            if len(item.x) != item.part.count:
-                item.x = exited.x.new_empty(item.part.count, exited.x.shape[1])
-            item.x[token_indices] = exited.x[row_range]
+            token_indices = rows.positions[row_range] - chunk.ids[0, 0]
+            if chunk.loop_outputs is None:
+                chunk.loop_outputs = exited.x.new_empty(chunk.part.count, exited.x.shape[1])
+            chunk.loop_outputs[token_indices] = exited.x[row_range]
             for i in token_indices.tolist():
-                item.steps[group][i] = part.k
-            item.n_in_loop -= part.count
-            if not item.n_in_loop:
-                complete.append(item)
+                chunk.steps[group][i] = part.k
+            chunk.n_in_loop -= part.count
+            if not chunk.n_in_loop:
+                complete.append(chunk)
+                outputs.append(chunk.loop_outputs)
+                chunk.loop_outputs = None
         if not complete:
             return
-        ids, x = torch.cat([item.ids for item in complete], dim=1), torch.cat([item.x for item in complete])
-        for item in complete:
-            item.x = x[:0]
-        self._arrive(stage + 1, WaitingRows(complete, Rows([f.part for f in complete], ids, self.engine.kernels), x, loop_calls=calls))
+        all_rows = Rows([chunk.part for chunk in complete], torch.cat([chunk.ids for chunk in complete], dim=1), self.engine.kernels)
+        self._arrive(stage + 1, WaitingRows(complete, all_rows, torch.cat(outputs), loop_calls=calls))
 
     # -- removing rows -------------------------------------------------------------------------------------------
 
     def drop(self, request: Request) -> None:
         """Remove the rows of a request, also from inside a loop."""
-        item = next((f for f in self.in_flight if f.request is request), None)
-        if item is None:
+        chunk = next((chunk for chunk in self.chunks if chunk.request is request), None)
+        if chunk is None:
             return
         for stage, waiting in list(self.waiting.items()):
-            self.waiting[stage] = [w if item not in w.in_flight else self._without(w, item) for w in waiting if w.in_flight != [item]]
+            self.waiting[stage] = [w if chunk not in w.chunks else self._without(w, chunk) for w in waiting if w.chunks != [chunk]]
             if not self.waiting[stage]:
                 del self.waiting[stage]
         for stage, loop in list(self.loops.items()):
             if loop.rows is not None:
-                loop.drop([part.in_flight is item for part in loop.rows.parts for _ in range(part.count)])
+                loop.drop([part.in_flight is chunk for part in loop.rows.parts for _ in range(part.count)])
             if not len(loop):
                 del self.loops[stage]
-        self._remove(item)
+        self._remove(chunk)
 
-    def _remove(self, item: InFlight) -> None:
-        self.in_flight.discard(item)
-        item.part.in_flight = None  # break the reference cycle, which would keep the cache until the next garbage collection
+    def _remove(self, chunk: InFlight) -> None:
+        self.chunks.discard(chunk)
+        chunk.part.in_flight = None  # break the reference cycle, which would keep the cache until the next garbage collection
 
-    def _without(self, waiting: WaitingRows, item: InFlight) -> WaitingRows:
-        kept = [f for f in waiting.in_flight if f is not item]
-        states = dict(zip(waiting.in_flight, _split(waiting), strict=True))
-        rows = Rows([f.part for f in kept], torch.cat([f.ids for f in kept], dim=1), self.engine.kernels)
-        return WaitingRows(kept, rows, torch.cat([states[f] for f in kept]), waiting.arrived_at_call, waiting.loop_calls)
+    def _without(self, waiting: WaitingRows, dropped: InFlight) -> WaitingRows:
+        kept = [chunk for chunk in waiting.chunks if chunk is not dropped]
+        states = dict(zip(waiting.chunks, _split(waiting), strict=True))
+        rows = Rows([chunk.part for chunk in kept], torch.cat([chunk.ids for chunk in kept], dim=1), self.engine.kernels)
+        return WaitingRows(kept, rows, torch.cat([states[chunk] for chunk in kept]), waiting.arrived_at_call, waiting.loop_calls)
 
     def split(self, stage: int) -> "Batch":
         """Move the rows at a stage to a new batch and return it."""
@@ -263,16 +269,16 @@ class Batch:
         if stage in self.loops:
             loop = new.loops[stage] = self.loops.pop(stage)
             assert loop.rows is not None
-            new.in_flight.update(part.in_flight for part in loop.rows.parts)
+            new.chunks.update(part.in_flight for part in loop.rows.parts)
         if stage in self.waiting:
             new.waiting[stage] = self.waiting.pop(stage)
-            new.in_flight.update(f for w in new.waiting[stage] for f in w.in_flight)
-        self.in_flight -= new.in_flight
+            new.chunks.update(chunk for w in new.waiting[stage] for chunk in w.chunks)
+        self.chunks -= new.chunks
         return new
 
     def clients(self) -> Iterator[Client]:
         """The clients of the requests in this batch."""
-        return (item.request.client for item in self.in_flight if item.request is not None)
+        return (chunk.request.client for chunk in self.chunks if chunk.request is not None)
 
 
 def _concat(states: list[Tensor]) -> Tensor:
@@ -280,7 +286,7 @@ def _concat(states: list[Tensor]) -> Tensor:
 
 
 def _split(waiting: WaitingRows) -> Iterable[Tensor]:
-    """The states of each `InFlight`, (n, C)."""
-    if len(waiting.in_flight) == 1:
+    """The states of each chunk, (n, C)."""
+    if len(waiting.chunks) == 1:
         return (waiting.x,)
-    return torch.split(waiting.x, [item.part.count for item in waiting.in_flight])  # type: ignore[no-untyped-call, no-any-return]
+    return torch.split(waiting.x, [chunk.part.count for chunk in waiting.chunks])  # type: ignore[no-untyped-call, no-any-return]

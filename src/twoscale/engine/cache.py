@@ -1,12 +1,16 @@
 """Keys and values of one sequence, for every layer and loop step.
 
 Token t at loop step k attends to token j at step min(k, k_j), where k_j is the last step that j took. Keys and values are stored by
-(layer, level, position): level k holds what a token at step k attends to, so reading is one slice. When a token exits at step k_j, its
-last key and value are copied to all deeper levels. A level is added when the first token reaches it, as a copy of the level before.
+(layer, level, position). A token at step k writes and reads one level, so reading is one slice. A level is added when the first token
+reaches it, as a copy of the level before.
 
-    kv="exact"   a level for every loop step that was ever taken
-    kv="last"    one level: each token's newest key and value, as much memory as a plain GPT's
-    kv="ring:n"  n levels: step k writes and reads level k mod n
+    kv="exact"   step k uses level k - 1: a level for every loop step that was ever taken
+    kv="last"    every step uses level 0: each token's newest key and value, as much memory as a plain GPT's
+    kv="ring:n"  step k uses level (k - 1) mod n
+
+When a token exits after step k_j, its last key and value are copied to all deeper levels. In a ring this happens if k_j < n. A token that
+exits later has written all n levels and nothing is copied: they hold the keys and values of its last n steps, and a token at step k attends
+to those of the newest of these steps that uses the same level.
 
 Shapes: L level, J key/value heads, T position, D head width.
 """
@@ -63,19 +67,20 @@ class LayerCache:
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
 
-    def write(self, k: int, at: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values (J, D), or (J, n, D) for several positions; returns what step k attends to, (J, end, D) each.
+    def write(self, step: int, at: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values (J, D), or (J, n, D) for several positions; returns what this loop step attends to, (J, end, D)
+        each.
 
         `length` is the sequence's current length.
         """
-        level = self.ensure_level(k, length)
+        level = self.ensure_level(step, length)
         keys, values = self.keys[level], self.values[level]
         keys[:, at], values[:, at] = key, value
         return keys[:, :end], values[:, :end]
 
-    def ensure_level(self, k: int, length: int) -> int:
-        """The level of step k; it is allocated and filled if it does not exist yet."""
-        level = (k - 1) % self.max_levels
+    def ensure_level(self, step: int, length: int) -> int:
+        """The level of a loop step (1, 2, ...); it is allocated and filled if it does not exist yet."""
+        level = (step - 1) % self.max_levels
         if level >= self.n_levels:
             self._add_levels(level, length)
         return level
@@ -85,10 +90,13 @@ class LayerCache:
         offset = level * self.level_bytes
         return self.addresses[0] + offset, self.addresses[1] + offset
 
-    def fill_deeper_levels(self, k: int, at: Positions) -> None:
-        """Tokens exit after step k: copy their keys and values of step k to all deeper levels."""
-        if k < self.n_levels:
-            self.kernels.settle(self, k, at)
+    def fill_deeper_levels(self, step: int, at: Positions) -> None:
+        """Tokens exit after this step: copy their keys and values of this step to all deeper levels, if there are any.
+
+        There are none in a ring of no more levels than `step`: the tokens have written all of them.
+        """
+        if step < self.n_levels:
+            self.kernels.settle(self, step, at)
 
     def _add_levels(self, level: int, length: int) -> None:
         """Add levels up to `level`, each a copy of the level before: no token has gone deeper so far."""

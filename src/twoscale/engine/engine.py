@@ -71,10 +71,10 @@ class Engine:
     def run_plain_stage(self, stage: int, x: Tensor, rows: Rows) -> Tensor:
         """The layers of a plain (not looped) stage on rows (N, C)."""
         blocks = self.blocks[stage]
-        attend, rope = rows.attention(self.first_layers[stage], len(blocks)), self.rope(rows)
+        attention_of_layer, rope = rows.attention(self.first_layers[stage], len(blocks)), self.rope(rows)
         x = x[None]
         for i, block in enumerate(blocks):
-            x = block(x, rope, attend(i))
+            x = block(x, rope, attention_of_layer(i))
         return x[0]
 
     def noise(self, seed: int) -> StateNoise:
@@ -104,32 +104,32 @@ class Engine:
 
     @torch.inference_mode()
     def run(
-        self, inputs: Sequence[SequenceInput], start: Sequence[Tensor] | None = None, stages: list[Tensor] | None = None
+        self, inputs: Sequence[SequenceInput], start: Sequence[Tensor] | None = None, stage_states: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """A forward pass of the next tokens of several sequences: states before the final norm (N, C), and loop steps (N, G).
 
         Rows are stacked in the order of `inputs`. `start` gives the groups' initial states, one (N, C) each. If a rule needs the tokens
         of a sequence one at a time, there is one pass for each. The embedding and the state after each stage, (N, C) each, are appended to
-        the list `stages` if it is given.
+        the list `stage_states` if it is given.
         """
         from twoscale.engine.batch import Batch
 
         if any(cache.params.token_by_token and len(new) > 1 for _, cache, new in inputs):
-            return self._run_token_by_token(inputs, start, stages)
+            return self._run_token_by_token(inputs, start, stage_states)
         batch = Batch(self)
-        in_flight = batch.enter(
-            [(batch_index, cache, new, None) for batch_index, cache, new in inputs], start, keep_stage_states=stages is not None
+        chunks = batch.enter(
+            [(batch_index, cache, new, None) for batch_index, cache, new in inputs], start, keep_stage_states=stage_states is not None
         )
         while len(batch):
             batch.advance(batch.earliest_stage)
-        x = torch.cat([f.x for f in in_flight]) if len(in_flight) > 1 else in_flight[0].x
-        if stages is not None:
-            stages += [torch.cat(states) for states in zip(*(f.stage_states for f in in_flight), strict=True)]
-        steps = [step for f in in_flight for step in f.steps_of_tokens()]
+        x = torch.cat([chunk.final_states for chunk in chunks]) if len(chunks) > 1 else chunks[0].final_states
+        if stage_states is not None:
+            stage_states += [torch.cat(states) for states in zip(*(chunk.stage_states for chunk in chunks), strict=True)]
+        steps = [step for chunk in chunks for step in chunk.steps_of_tokens()]
         return x, torch.tensor(steps, dtype=torch.int64, device=self.device).view(len(x), self.config.n_groups)
 
     def _run_token_by_token(
-        self, inputs: Sequence[SequenceInput], start: Sequence[Tensor] | None, stages: list[Tensor] | None
+        self, inputs: Sequence[SequenceInput], start: Sequence[Tensor] | None, stage_states: list[Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         firsts = [0, *accumulate(len(new) for _, _, new in inputs)]
         x: Tensor | None = None
@@ -138,13 +138,13 @@ class Engine:
             live = [i for i, (_, _, new) in enumerate(inputs) if t < len(new)]
             rows = torch.tensor([firsts[i] + t for i in live], device=self.device)
             own_start = None if start is None else [states[rows] for states in start]
-            own_stages: list[Tensor] | None = None if stages is None else []
-            found, taken = self.run([(*inputs[i][:2], inputs[i][2][t : t + 1]) for i in live], own_start, own_stages)
+            own_states: list[Tensor] | None = None if stage_states is None else []
+            found, taken = self.run([(*inputs[i][:2], inputs[i][2][t : t + 1]) for i in live], own_start, own_states)
             x = found.new_empty(firsts[-1], self.config.n_embd) if x is None else x
             x[rows], steps[rows] = found, taken
-            if stages is not None and own_stages is not None:
-                stages += [] if stages else [torch.empty_like(x) for _ in own_stages]
-                for whole, part in zip(stages, own_stages, strict=True):
+            if stage_states is not None and own_states is not None:
+                stage_states += [] if stage_states else [torch.empty_like(x) for _ in own_states]
+                for whole, part in zip(stage_states, own_states, strict=True):
                     whole[rows] = part
         assert x is not None
         return x, steps

@@ -7,7 +7,8 @@ sequences slows the others down no more than its share. A new client starts at t
 Limits of one client while there are others:
 
     sequences in a batch   at most as many as all others together; none while it has several sequences and is ahead of the others
-    running sequences      half of max_num_seqs; a client without a running sequence may pause those of others
+    running sequences      half of max_num_seqs. A new client is admitted even beyond max_num_seqs, as long as there are fewer clients than
+                           that; sequences that do not fit a batch then wait
     cache bytes            half of what the others leave free; without others three quarters, so that a new client can start
 """
 
@@ -51,7 +52,7 @@ class FairShares:
         If the first request of a client without a running one does not fit the cache yet, no other request is started before it.
         """
         n_running = Counter(request.client for request in running)
-        if len(n_running) >= max_num_seqs:  # one sequence of each of max_num_seqs clients
+        if len(n_running) >= max_num_seqs:  # every place is taken by a different client
             return None
         firsts: dict[Client, Request] = {}
         for request in waiting:
@@ -75,19 +76,19 @@ def clients_ahead(requests: Mapping[Client, Sequence[object]]) -> list[Client]:
     return [client for client, client_requests in requests.items() if len(client_requests) > 1 and client.virtual_time > least + QUANTUM]
 
 
-def select_for_batch(requests: Sequence[Request], max_requests: int, in_flight: Sequence[Request] = ()) -> list[Request]:
-    """At most `max_requests` of the idle requests for one batch. Clients take turns, the smallest virtual time first.
+def select_for_batch(requests: Sequence[Request], max_requests: int, in_batch: Sequence[Request] = ()) -> list[Request]:
+    """At most `max_requests` of the idle requests (running, but in no batch) for a batch. Clients take turns, the least virtual time first.
 
-    `in_flight` are the requests that the batch has already. Beyond its first request a client gets no more than all others together. A
+    `in_batch` are the requests that the batch has already. Beyond its first request a client gets no more than all others together. A
     client with several requests that is ahead of the others gets none: it is served in a later batch.
     """
     by_client: dict[Client, list[Request]] = {}
     for request in requests:
         by_client.setdefault(request.client, []).append(request)
-    if len(by_client) == 1 and not in_flight:
+    if len(by_client) == 1 and not in_batch:
         return list(requests[:max_requests])
     all_requests: dict[Client, list[Request]] = {client: list(idle) for client, idle in by_client.items()}
-    for request in in_flight:
+    for request in in_batch:
         all_requests.setdefault(request.client, []).append(request)
     for client in clients_ahead(all_requests):
         by_client.pop(client, None)

@@ -24,7 +24,7 @@ from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.input import as_batch, check_start
 
-MIN_WARNED_PASSES = 256  # a rule that goes token by token and needs at least so many passes gives a warning
+MIN_WARNED_PASSES = 256  # a rule that needs the tokens one at a time, and so at least this many passes, gives a warning
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,7 +95,11 @@ def _with_exits(
         # All tokens of a sequence are at the same loop step, so only the newest keys and values are read.
         params = replace(params, kv="last")
     elif max(lengths) >= MIN_WARNED_PASSES:
-        warnings.warn(f"a rule that reads through the coda goes token by token: {max(lengths)} passes", stacklevel=4)
+        warnings.warn(
+            f"this exit rule needs the tokens one at a time, {max(lengths)} passes instead of one: with read='coda' it runs the layers "
+            "after the last loop group, where a token attends to the finished tokens before it; read='lens' is faster",
+            stacklevel=4,
+        )
     inputs = [(b, engine.new_cache(n, params), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
     states, steps = engine.run(inputs, None if start is None else [x.to(engine.device)[real] for x in start])
     logits = engine.model.head(states).float()

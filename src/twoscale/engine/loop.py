@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from twoscale.engine.row_rules import RowRules
+from twoscale.engine.row_rules import LoopExitRules
 from twoscale.engine.rows import Part, Rows
 from twoscale.model import LoopGroup
 
@@ -39,7 +39,7 @@ class Loop:
         self.engine, self.group, self.stage = engine, group, stage
         self.layers = range(engine.first_layers[stage], engine.first_layers[stage + 1])
         self.rows: Rows | None = None
-        self.rules = RowRules(group.index, engine.kernels)
+        self.rules = LoopExitRules(group.index, engine.kernels)
 
     def __len__(self) -> int:
         return 0 if self.rows is None else self.rows.n
@@ -60,14 +60,14 @@ class Loop:
     def _set_rows(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
         self.rows, self.x, self.injected = rows, x, injected
         self.rope = self.engine.rope(rows)
-        self.attention = rows.attention(self.layers.start, len(self.layers))
+        self.attention_of_layer = rows.attention(self.layers.start, len(self.layers))
         self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
-        self._allocated_steps = min(map(self._steps_allocated, rows.parts))
+        self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts))
         """Steps until one of the caches must allocate another level."""
 
     def _clear(self) -> None:
         failures, self.rows = self.rules.failures, None
-        self.rules = RowRules(self.group.index, self.engine.kernels)
+        self.rules = LoopExitRules(self.group.index, self.engine.kernels)
         self.rules.failures = failures
 
     def drop(self, gone: Sequence[bool]) -> None:
@@ -76,12 +76,12 @@ class Loop:
         if not index:
             self._clear()
         elif len(index) < len(gone):
-            self._keep(torch.tensor(index, dtype=torch.int64, device=self.engine.device))
+            self._select_rows(torch.tensor(index, dtype=torch.int64, device=self.engine.device))
 
-    def _keep(self, index: Tensor) -> None:
+    def _select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices (ascending int64)."""
         assert self.rows is not None
-        self.rules.keep(index)
+        self.rules.select_rows(index)
         injected = None if self.injected is None else self.injected.index_select(0, index)
         self._set_rows(self.rows.select(index), self.x.index_select(0, index), injected)
 
@@ -89,8 +89,8 @@ class Loop:
         """Apply the map once to every row; returns the rows that exit, if any."""
         rows, before, engine = self.rows, self.x, self.engine
         assert rows is not None
-        self._allocated_steps -= 1
-        if self._allocated_steps < 0 and not self._allocate_levels(rows):
+        self._allocated_steps_left -= 1
+        if self._allocated_steps_left < 0 and not self._allocate_levels(rows):
             return None
         at_limit = False
         for part, limit in zip(rows.parts, self.max_steps, strict=True):
@@ -98,17 +98,17 @@ class Loop:
             at_limit = at_limit or part.k >= limit
         x = before if engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
         injected = None if self.injected is None else self.injected[None]
-        after = self.group.step(x[None], injected, self.rope, self.attention)[0]
+        after = self.group.step(x[None], injected, self.rope, self.attention_of_layer)[0]
         engine.loop_steps[self.group.index] += rows.n
-        exits, keep_previous = self.rules.update(rows, before, after, self._read)
+        exits, return_previous = self.rules.update(rows, before, after, self._read)
         if rows.n == 1:
             if not (exits or at_limit):
                 self.x = after
                 return None
-            return self._exit_all(rows, before if keep_previous else after)
-        return self._exit_some(rows, before, after, exits, keep_previous, at_limit)
+            return self._exit_all(rows, before if return_previous else after)
+        return self._exit_some(rows, before, after, exits, return_previous, at_limit)
 
-    def _steps_allocated(self, part: Part) -> float:
+    def _steps_until_allocation(self, part: Part) -> float:
         """Further steps of a part for which the levels of its cache are allocated; infinite if they all are."""
         layer = part.cache.layers[self.layers.start]
         return math.inf if layer.n_levels == layer.max_levels else layer.n_levels - part.k
@@ -124,16 +124,17 @@ class Loop:
                     part.cache.layers[layer].ensure_level(part.k + 1, part.cache.length)
             except Exception as error:
                 self.rules.failures.append(([part], error))
-        self._allocated_steps = min(map(self._steps_allocated, rows.parts)) - 1
+        self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts)) - 1
         return not self.rules.failures
 
-    def _exit_all(self, rows: Rows, kept: Tensor) -> ExitedRows:
+    def _exit_all(self, rows: Rows, states: Tensor) -> ExitedRows:
+        """All rows exit with these states (N, C)."""
         rows.fill_deeper_levels(self.layers)
         self._clear()
-        return ExitedRows(rows, self.group.leave(kept))
+        return ExitedRows(rows, self.group.leave(states))
 
     def _exit_some(
-        self, rows: Rows, before: Tensor, after: Tensor, exits: Tensor | bool, keep_previous: Tensor | bool, at_limit: bool
+        self, rows: Rows, before: Tensor, after: Tensor, exits: Tensor | bool, return_previous: Tensor | bool, at_limit: bool
     ) -> ExitedRows | None:
         """Remove the rows whose rule has fired or that are at their maximum number of steps, and return them."""
         exit_mask = torch.full((rows.n,), exits, device=after.device) if isinstance(exits, bool) else exits
@@ -144,16 +145,16 @@ class Loop:
         if not len(exit_index):
             self.x = after
             return None
-        kept = (
-            after if keep_previous is False else torch.where(torch.as_tensor(keep_previous, device=after.device)[..., None], before, after)
-        )
+        states = after
+        if return_previous is not False:
+            states = torch.where(torch.as_tensor(return_previous, device=after.device)[..., None], before, after)
         if len(exit_index) == rows.n:
-            return self._exit_all(rows, kept)
+            return self._exit_all(rows, states)
         exited_rows = rows.select(exit_index)
         exited_rows.fill_deeper_levels(self.layers)
-        exited = ExitedRows(exited_rows, self.group.leave(kept.index_select(0, exit_index)))
-        self.x = kept
-        self._keep((~exit_mask).nonzero().flatten())
+        exited = ExitedRows(exited_rows, self.group.leave(states.index_select(0, exit_index)))
+        self.x = states
+        self._select_rows((~exit_mask).nonzero().flatten())
         return exited
 
     def _step_noise(self, rows: Rows) -> Tensor:
@@ -165,15 +166,18 @@ class Loop:
             first += part.count
         return torch.cat(each)
 
-    def _read(self, rows: Rows, x: Tensor, how: str) -> Tensor:
-        """For exit rules: logits (n, V) of states x (n, C), read by `lens` or `coda`, or the probability (n,) of the gate."""
+    def _read(self, rows: Rows, x: Tensor, readout: str) -> Tensor:
+        """What exit rules read from states x (n, C): logits (n, V), or the probability (n,) of the gate.
+
+        `lens` applies the final norm and the head to the state. `coda` runs the plain layers after the last group (the coda) before that.
+        """
         model = self.engine.model
-        if how == "gate":
+        if readout == "gate":
             assert self.group.gate is not None
             return self.group.gate(x).sigmoid().squeeze(-1)
         last = len(self.engine.stages) - 1
-        if how == "coda" and not isinstance(self.engine.stages[last], LoopGroup):
-            # The keys and values that this writes are provisional: the next read-out and the token itself overwrite them.
-            assert rows.one_row_per_part, "reading through the coda goes token by token"
+        if readout == "coda" and not isinstance(self.engine.stages[last], LoopGroup):
+            # The keys and values that the coda writes are provisional: the next call and the token itself overwrite them.
+            assert rows.one_row_per_part, "a rule that runs the coda needs one token of each sequence at a time"
             x = self.engine.run_plain_stage(last, self.group.leave(x), rows)
         return model.head(x)

@@ -79,7 +79,7 @@ def policy_of(name: str) -> Policy:
 
 EXPECTED_STEPS = (3, 12)  # tokens are assumed to exit after 3 to 12 loop steps, uniformly
 REPEATS = 5
-MIN_GAIN = 0.95  # `depth` must be cheaper than this ratio: mixing loop steps has other costs
+MAX_COST_RATIO = 0.95  # `depth` is used only if its cost is below 0.95 of lockstep's: mixing loop steps has other costs
 
 
 def cost_curve(model: LoopedGPT, max_num_seqs: int, loops: int = 4) -> dict[int, float]:
@@ -126,7 +126,7 @@ def choose_policy(model: LoopedGPT, max_num_seqs: int, curve: dict[int, float] |
     lockstep = sum(interpolate_cost(n, curve) for n in rows_left) / sum(rows_left)
     rows_per_call = max_num_seqs / max(1, model.config.n_groups)
     depth = interpolate_cost(rows_per_call, curve) / max(1.0, rows_per_call)
-    policy = "depth" if depth < MIN_GAIN * lockstep else "lockstep"
+    policy = "depth" if depth < MAX_COST_RATIO * lockstep else "lockstep"
     points = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in curve.items())
     costs = f"a row's step {1e6 * lockstep:.0f} us in lockstep, {1e6 * depth:.0f} us by depth"
     return policy, f"{policy} (ms of a loop step by rows {points}; {costs})"

@@ -185,8 +185,8 @@ class Request(OneLine):
     def next_tokens(self, chunk: int) -> list[int]:
         """The tokens of the next forward pass: a chunk of the prompt, or the newest token.
 
-        Chunks begin at multiples of their size, independent of other requests. If kv is not `exact` the prompt is not chunked: its tokens
-        would attend to other keys.
+        Chunks begin at multiples of their size, independent of other requests. If kv is not `exact` the prompt is not chunked: in chunks
+        its tokens would attend to other keys than in one pass.
         """
         if not self.in_prefill:
             return self.tokens[-1:]

@@ -1,7 +1,8 @@
 """The exit rules of the rows inside one loop group. Rows of different requests may have different rules.
 
-The step norms of all rows are computed in one call. Rows with the same rule share one RuleState. If all rows have the same rule, no rows
-are gathered; with several rules a rule's rows are gathered only if it reads their states.
+The step of a row is the vector D = after - before of its states; "step norms" are the norms of such vectors (see `exits.rule.Meter`). They
+are computed for all rows in one call. Rows with the same rule share one RuleState. If all rows have the same rule, no rows are gathered;
+with several rules a rule's rows are gathered only if it reads their states.
 """
 
 import math
@@ -16,7 +17,7 @@ from twoscale.engine.rows import Part, Rows
 from twoscale.exits import Rule, RuleState
 from twoscale.exits.rule import Meter, Numbers
 
-Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), "lens" | "coda" | "gate") -> logits or probabilities; see `Loop._read`
+Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), "lens" | "coda" | "gate") -> logits or probabilities: `Loop._read`
 
 
 class StepHistory:
@@ -33,7 +34,7 @@ class StepHistory:
             self.last = torch.full_like(before, math.nan, dtype=torch.float32)
         return self.meter(before, after, self.last)
 
-    def keep(self, index: Tensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices."""
         self.last = None if self.last is None else self.last.index_select(0, index)
 
@@ -43,8 +44,8 @@ class StepHistory:
             self.last = torch.cat((self.last, self.last.new_full((new, self.last.shape[1]), math.nan)))
 
 
-class RuleRows:
-    """The rows of one rule, gathered lazily; implements `exits.rule.Tokens`."""
+class RuleTokens:
+    """What one rule is told about its rows, gathered lazily; implements `exits.rule.Tokens`."""
 
     same_k: None = None
 
@@ -70,28 +71,28 @@ class RuleRows:
         return self.rows.tokens.index_select(0, self.index)
 
 
-class Segment:
-    """Rows that have the same rule."""
+class RowsOfRule:
+    """The rows that have the same rule, and the state of this rule."""
 
-    def __init__(self, rule: Rule | None, rows: list[int]) -> None:
-        self.rule, self.rows = rule, rows  # `rows` are indices of rows, ascending
+    def __init__(self, rule: Rule | None, row_indices: list[int]) -> None:
+        self.rule, self.row_indices = rule, row_indices  # ascending
         self.state = None if rule is None else RuleState(rule)
-        self.view: RuleRows | None = None
-        """These rows for the rule; None after a change of the rows."""
+        self.tokens: RuleTokens | None = None
+        """These rows as the rule sees them; None after a change of the rows."""
 
     def admit(self, new: list[int]) -> None:
         """Rows with these indices enter the group."""
         if self.state is not None:
-            self.state.admit(len(self.rows), len(new))
-        self.rows += new
+            self.state.admit(len(self.row_indices), len(new))
+        self.row_indices += new
 
 
-class RowRules:
+class LoopExitRules:
     """The states of all rules of the rows in a group. `update` tells which rows exit."""
 
     def __init__(self, group: int, kernels: Kernels) -> None:
         self.group, self.kernels = group, kernels
-        self.segments: list[Segment] = []
+        self.by_rule: list[RowsOfRule] = []
         self.history: StepHistory | None = None
         """None until a rule needs it."""
         self.n = 0
@@ -106,87 +107,89 @@ class RowRules:
             rule = part.cache.params.rules[self.group]
             if self.history is None and rule is not None and rule.follows_steps:
                 self.history = StepHistory(self.kernels.meter())
-            segment = next((s for s in self.segments if _same(s.rule, rule)), None)
+            same_rule = next((entry for entry in self.by_rule if _same(entry.rule, rule)), None)
             new = list(range(self.n, self.n + part.count))
             self.n += part.count
-            if segment is None:
-                self.segments.append(Segment(rule, new))
+            if same_rule is None:
+                self.by_rule.append(RowsOfRule(rule, new))
             else:
-                segment.admit(new)
-        self._clear_views()
+                same_rule.admit(new)
+        self._clear_tokens()
 
-    def keep(self, index: Tensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices (ascending int64)."""
         if self.history is not None:
-            self.history.keep(index)
-        if len(self.segments) == 1:
-            if (state := self.segments[0].state) is not None:
+            self.history.select_rows(index)
+        if len(self.by_rule) == 1:
+            if (state := self.by_rule[0].state) is not None:
                 state.take(index)
             self.n = len(index)
-            self.segments[0].rows = list(range(self.n))
+            self.by_rule[0].row_indices = list(range(self.n))
             return
         new_index = {old: new for new, old in enumerate(index.tolist())}
-        for segment in self.segments:
-            kept = [i for i, row in enumerate(segment.rows) if row in new_index]
-            if segment.state is not None and len(kept) < len(segment.rows):
-                segment.state.take(torch.tensor(kept, dtype=torch.int64, device=index.device))
-            segment.rows = [new_index[segment.rows[i]] for i in kept]
-        self.segments = [segment for segment in self.segments if segment.rows]
+        for entry in self.by_rule:
+            kept = [i for i, row in enumerate(entry.row_indices) if row in new_index]
+            if entry.state is not None and len(kept) < len(entry.row_indices):
+                entry.state.take(torch.tensor(kept, dtype=torch.int64, device=index.device))
+            entry.row_indices = [new_index[entry.row_indices[i]] for i in kept]
+        self.by_rule = [entry for entry in self.by_rule if entry.row_indices]
         self.n = len(new_index)
-        self._clear_views()
+        self._clear_tokens()
 
-    def _clear_views(self) -> None:
-        for segment in self.segments:
-            segment.view = None
+    def _clear_tokens(self) -> None:
+        for entry in self.by_rule:
+            entry.tokens = None
 
     def update(self, rows: Rows, before: Tensor, after: Tensor, read: Read) -> tuple[Tensor | bool, Tensor | bool]:
         """Which rows exit after the step from `before` to `after` (N, C), and which of them return the state before the step.
 
         Both are bools (N,), or one bool for all.
         """
-        numbers = None if self.history is None else self.history.measure(before, after)
-        if len(self.segments) == 1:
-            state = self.segments[0].state
+        norms = None if self.history is None else self.history.measure(before, after)
+        if len(self.by_rule) == 1:
+            state = self.by_rule[0].state
             if state is None:
                 return False, False
             try:
                 fired = state.update(
-                    self.group, rows, before, after, lambda x, how: read(rows, x, how), numbers if state.rule.follows_steps else None
+                    self.group, rows, before, after, lambda x, readout: read(rows, x, readout), norms if state.rule.follows_steps else None
                 )
             except Exception as error:  # only the rows of this rule fail
                 self.failures.append((rows.parts, error))
                 fired = False
             return fired, fired if state.rule.keep == "previous" else False
-        return self._update_segments(rows, before, after, read, numbers)
+        return self._update_by_rule(rows, before, after, read, norms)
 
-    def _update_segments(
-        self, rows: Rows, before: Tensor, after: Tensor, read: Read, numbers: Sequence[Numbers] | None
+    def _update_by_rule(
+        self, rows: Rows, before: Tensor, after: Tensor, read: Read, norms: Sequence[Numbers] | None
     ) -> tuple[Tensor, Tensor | bool]:
         """`update` for rows with different rules."""
         exits = torch.zeros(rows.n, dtype=torch.bool, device=after.device)
-        keep_previous: Tensor | bool = False
+        return_previous: Tensor | bool = False
         k = rows.k
-        all_numbers = None if numbers is None else torch.stack([torch.as_tensor(each) for each in numbers])
-        for segment in self.segments:
-            if (state := segment.state) is None:
+        all_norms = None if norms is None else torch.stack([torch.as_tensor(norm) for norm in norms])
+        for entry in self.by_rule:
+            if (state := entry.state) is None:
                 continue
-            if segment.view is None or segment.view.rows is not rows:
-                segment.view = RuleRows(rows, torch.tensor(segment.rows, dtype=torch.int64, device=after.device))
-            view, index = segment.view, segment.view.index
-            view.all_k = k
-            own_numbers = None if all_numbers is None or not state.rule.follows_steps else all_numbers.index_select(1, index).unbind()
+            if entry.tokens is None or entry.tokens.rows is not rows:
+                entry.tokens = RuleTokens(rows, torch.tensor(entry.row_indices, dtype=torch.int64, device=after.device))
+            tokens, index = entry.tokens, entry.tokens.index
+            tokens.all_k = k
+            own_norms = None if all_norms is None or not state.rule.follows_steps else all_norms.index_select(1, index).unbind()
+
+            def own_read(x: Tensor, readout: str, index: Tensor = index) -> Tensor:
+                return read(rows.select(index), x, readout)
+
             try:
-                fired = state.update(
-                    self.group, view, before, after, lambda x, how, index=index: read(rows.select(index), x, how), own_numbers, index
-                )  # type: ignore[misc]
+                fired = state.update(self.group, tokens, before, after, own_read, own_norms, index)
             except Exception as error:
                 self.failures.append((rows.select(index).parts, error))
                 continue
             exits[index] = torch.as_tensor(fired, device=after.device)
             if state.rule.keep == "previous":
-                keep_previous = torch.zeros_like(exits) if isinstance(keep_previous, bool) else keep_previous
-                keep_previous[index] = exits[index]
-        return exits, keep_previous
+                return_previous = torch.zeros_like(exits) if isinstance(return_previous, bool) else return_previous
+                return_previous[index] = exits[index]
+        return exits, return_previous
 
 
 def _same(a: Rule | None, b: Rule | None) -> bool:

@@ -17,13 +17,17 @@ from torch import Tensor
 
 from twoscale.engine.cache import Cache, Positions
 from twoscale.engine.kernels import Kernels, RowKernels
-from twoscale.model.group import Layers
+from twoscale.model.group import AttentionOfLayer
 from twoscale.model.layers import Rope
 
 
 @dataclass(slots=True)
 class Part:
-    """The rows of one sequence in a batch: one token in decode, or a chunk of the prompt in prefill."""
+    """Rows of one sequence: one token in decode, in prefill a chunk of the prompt or a subset of it.
+
+    In a loop the tokens of a chunk exit one by one: those that are still inside and those that exit are then two parts.
+    `in_flight` is the whole chunk.
+    """
 
     batch_index: int
     """Index of the sequence in the caller's batch."""
@@ -35,11 +39,19 @@ class Part:
     end: int
     """The rows attend to positions 0 .. end - 1 at most."""
     k: int = 0
-    """Loop steps taken in the current group."""
+    """Loop steps taken in the current group (k as in exit rules, not a key); 0 before the first group."""
     causal: bool = False
     """Whether the rows are exactly the positions 0 .. end - 1, so that a plain causal mask is right."""
     in_flight: Any = None
-    """The `InFlight` of a `Batch` that the rows belong to."""
+    """The `InFlight` of a `Batch` that the rows belong to: all tokens of their chunk."""
+
+    @property
+    def cache_step(self) -> int:
+        """The step by which attention chooses the level of the cache.
+
+        At least 1: k is 0 before the first group. In the plain layers after a group k is still that group's; they have one level only.
+        """
+        return self.k or 1
 
 
 def make_part(batch_index: int, cache: Cache, first: int, count: int, in_flight: Any = None) -> Part:
@@ -75,12 +87,13 @@ class Rows:
 
     @cached_property
     def sequences(self) -> Tensor:
-        """Index in the caller's batch of each row's sequence, (N,)."""
+        """`Part.batch_index` of each row, (N,): the index of its sequence in the caller's batch. Not `part_indices`: a caller may give
+        several sequences the same index. The name is that of the protocol `exits.rule.Tokens`."""
         return self._per_row([part.batch_index for part in self.parts])
 
     @cached_property
     def part_indices(self) -> Tensor:
-        """Index of each row's part, (N,)."""
+        """Index of each row's part in `parts`, (N,)."""
         return self._per_row(list(range(len(self.parts))))
 
     @cached_property
@@ -117,7 +130,7 @@ class Rows:
         return Rows(self.parts + others.parts, torch.cat((self.ids, others.ids), dim=1), self.kernels)
 
     def fill_deeper_levels(self, layers: range) -> None:
-        """The rows exit the loop: in these layers copy their last keys and values to all deeper levels."""
+        """The rows exit the loop: in these layers copy their last keys and values to all deeper levels (`Kernels.settle`)."""
         for part in self.parts:
             for layer in layers:
                 part.cache.layers[layer].fill_deeper_levels(part.k, part.at)
@@ -134,9 +147,10 @@ class Rows:
     def _row_kernels(self) -> RowKernels:
         return self.kernels.bind(self)
 
-    def attention(self, first_layer: int, layers: int) -> Layers:
-        """The attention functions of `layers` layers from `first_layer` on. They write keys and values to the caches."""
-        return [self._row_kernels.attention(first_layer + i) for i in range(layers)].__getitem__
+    def attention(self, first_layer: int, layers: int) -> AttentionOfLayer:
+        """A function of i: the attention of layer `first_layer + i`, for i below `layers`. It writes keys and values to the caches."""
+        attention_of_layer = [self._row_kernels.attention(first_layer + i) for i in range(layers)]
+        return attention_of_layer.__getitem__
 
 
 def concat_rows(several: Iterable[Rows]) -> Rows:

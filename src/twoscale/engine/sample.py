@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twoscale.engine.kernels.library import Library, floats, native, pointer, threads_to_use
+from twoscale.engine.kernels.library import Library, c_library, floats, pointer, threads_to_use
 from twoscale.engine.request import Draw
 
 _MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
@@ -33,7 +33,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """The next token of every row of logits (N, V) fp32."""
     if len(draws) != logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits and {len(draws)} draws")
-    library = native() if logits.device.type == "cpu" else None
+    library = c_library() if logits.device.type == "cpu" else None
     return _sample_torch(logits, draws) if library is None else _sample_native(library, logits, draws)
 
 

@@ -35,7 +35,9 @@ from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
 PREFILL_CHUNK = 64  # prompt tokens in one batch: chunked prefill, so that requests in decode do not wait long
-MAX_TOKENS_AHEAD = 2.0  # an idle request starts a batch of its own if all batches are ahead of it by the service of so many tokens
+MAX_TOKENS_AHEAD = 2.0
+"""An idle request, which is running but has no tokens in a batch, starts a batch of its own if the virtual time of every batch exceeds its
+client's by more than the cost of this many tokens (the layers that a token runs through with the mean number of loop steps)."""
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
 
 
@@ -97,7 +99,9 @@ class Scheduler:
         """Peak memory of the caches of all running requests."""
         layers = [len(stage) * (1 if group is None else model.config.mean_loops) for stage, group in model.config.stages]
         self._max_lead = MAX_TOKENS_AHEAD * sum(layers)
-        self._in_flight: set[Request] = set()
+        """MAX_TOKENS_AHEAD as virtual time."""
+        self._in_batch: set[Request] = set()
+        """The running requests that have tokens in a batch; the others are idle."""
         self._new_arrivals = False
         self._lock = threading.Lock()
 
@@ -132,7 +136,7 @@ class Scheduler:
         with self._lock:
             requests = [*self.running, *self.waiting]
             self.running, self.waiting, self.batches = [], deque(), []
-            self._in_flight = set()
+            self._in_batch = set()
         return requests
 
     def _bytes(self, request: Request) -> int:
@@ -149,16 +153,16 @@ class Scheduler:
             return False
         involved: Sequence[Request] = ()
         try:
-            batch, limit = self._next_batch()
-            involved = [f.request for f in batch.in_flight if f.request is not None]
-            done = self._advance(batch, limit)
+            batch, until_virtual_time = self._next_batch()
+            involved = [chunk.request for chunk in batch.chunks if chunk.request is not None]
+            done = self._advance(batch, until_virtual_time)
             failures, batch.failures = batch.failures, []
             for request, error in failures:
                 if not self.isolate_errors:
                     raise error
                 LOG.error("a request has failed", exc_info=error)
                 self._finish(request, "error", error)
-            self._append_tokens(item for item in done if item.request in self.running)
+            self._append_tokens(chunk for chunk in done if chunk.request in self.running)
         except Exception as error:  # the cause may be any request of this batch; the others go on
             if not self.isolate_errors:
                 raise
@@ -173,28 +177,28 @@ class Scheduler:
         Idle requests form a new batch if there is none, or if all batches are ahead of one of them by more than `_max_lead`. Otherwise they
         wait until a batch ends. If the policy allows it, they join a running batch.
         """
-        idle = [request for request in self.running if request not in self._in_flight]
+        idle = [request for request in self.running if request not in self._in_batch]
         virtual_times = {batch: min(client.virtual_time for client in batch.clients()) for batch in self.batches}
         first = min(self.batches, key=lambda batch: virtual_times[batch], default=None)
         if idle and (first is None or min(r.client.virtual_time for r in idle) + self._max_lead < virtual_times[first]):
             first = Batch(self.engine)
-            self._start_tokens(first, select_for_batch(idle, max(1, self.max_num_seqs - len(self._in_flight))))
+            self._start_tokens(first, select_for_batch(idle, max(1, self.max_num_seqs - len(self._in_batch))))
             self.batches.append(first)
             virtual_times[first] = min(client.virtual_time for client in first.clients())
-            idle = [request for request in idle if request not in self._in_flight]
+            idle = [request for request in idle if request not in self._in_batch]
         elif idle and first is not None and self.policy.joins_running_batch:
-            joined = [f.request for f in first.in_flight if f.request is not None]
-            self._start_tokens(first, select_for_batch(idle, max(0, self.max_num_seqs - len(first)), joined))
-            idle = [request for request in idle if request not in self._in_flight]
+            in_batch = [chunk.request for chunk in first.chunks if chunk.request is not None]
+            self._start_tokens(first, select_for_batch(idle, max(0, self.max_num_seqs - len(first)), in_batch))
+            idle = [request for request in idle if request not in self._in_batch]
         assert first is not None
         self.fair.virtual_time = max(self.fair.virtual_time, virtual_times[first])
-        limits = [value + QUANTUM for batch, value in virtual_times.items() if batch is not first]
-        limits += [request.client.virtual_time + self._max_lead for request in idle]
-        return first, min(limits, default=math.inf)
+        until = [value + QUANTUM for batch, value in virtual_times.items() if batch is not first]
+        until += [request.client.virtual_time + self._max_lead for request in idle]
+        return first, min(until, default=math.inf)
 
     def _start_tokens(self, batch: Batch, requests: Sequence[Request]) -> None:
         """Add the next tokens of requests to a batch, prompts in chunks."""
-        budget = self.prefill_chunk - sum(f.part.count for f in batch.in_flight if f.part.count > 1)
+        budget = self.prefill_chunk - sum(chunk.part.count for chunk in batch.chunks if chunk.part.count > 1)
         entries = []
         for request in requests:
             if request.in_prefill and budget <= 0:
@@ -203,14 +207,15 @@ class Scheduler:
             budget -= len(new) if request.in_prefill else 0
             assert request.cache is not None
             entries.append((request.batch_index, request.cache, new, request))
-            self._in_flight.add(request)
+            self._in_batch.add(request)
         if entries:
             with torch.inference_mode():
                 batch.enter(entries)
 
     @torch.inference_mode()
-    def _advance(self, batch: Batch, limit: float) -> list[InFlight]:
-        """Calls of the engine until tokens have reached the end of the network, a request has arrived, or `limit` is exceeded."""
+    def _advance(self, batch: Batch, until_virtual_time: float) -> list[InFlight]:
+        """Calls of the engine until tokens have reached the end of the network, a request has arrived, or all clients of the batch have
+        passed `until_virtual_time`. Returns the chunks that have reached the end."""
         policy, counters = self.policy, self.counters
         clients = set(batch.clients())
         one = next(iter(clients)) if len(clients) == 1 else None
@@ -219,56 +224,57 @@ class Scheduler:
             _charge(rows, layers, one)
             if not policy.loop_until_exit or self._new_arrivals or batch.calls >= split_after_calls:
                 return False
-            return limit == math.inf or min(client.virtual_time for client in clients) <= limit
+            return until_virtual_time == math.inf or min(client.virtual_time for client in clients) <= until_virtual_time
 
         done: list[InFlight] = []
         split_after_calls = math.inf
-        calls, rows, started = batch.calls, batch.rows_computed, time.perf_counter()
-        while batch.in_flight and not done:
+        calls_before, rows_before, started = batch.calls, batch.rows_computed, time.perf_counter()
+        while batch.chunks and not done:
             split_after_calls = policy.split_after_calls(batch)
             done = batch.advance(policy.stage(batch), keep_going)
-            if batch.in_flight and batch.calls >= policy.split_after_calls(batch):
+            if batch.chunks and batch.calls >= policy.split_after_calls(batch):
                 self.batches.append(batch.split(batch.earliest_stage))
                 break
             if (
                 batch.failures
                 or not policy.loop_until_exit
                 or self._new_arrivals
-                or (limit < math.inf and min(client.virtual_time for client in clients) > limit)
+                or (until_virtual_time < math.inf and min(client.virtual_time for client in clients) > until_virtual_time)
             ):
                 break
         counters.engine_seconds += time.perf_counter() - started
-        counters.calls += batch.calls - calls
-        counters.rows += batch.rows_computed - rows
-        if not batch.in_flight:
+        counters.calls += batch.calls - calls_before
+        counters.rows += batch.rows_computed - rows_before
+        if not batch.chunks:
             self.batches.remove(batch)
         return done
 
     def _append_tokens(self, done: Iterable[InFlight]) -> None:
         """Sample the next token of the requests whose prefill is done."""
         ready: list[tuple[Request, InFlight]] = []
-        for item in done:
-            request = item.request
+        for chunk in done:
+            request = chunk.request
             assert request is not None
-            self._in_flight.discard(request)
+            self._in_batch.discard(request)
             in_prefill = request.in_prefill
-            request.n_computed += item.part.count
-            self.counters.processed_tokens += item.part.count
+            request.n_computed += chunk.part.count
+            self.counters.processed_tokens += chunk.part.count
             if in_prefill:
-                request.prompt_steps += item.steps_of_tokens()
+                request.prompt_steps += chunk.steps_of_tokens()
             if not request.in_prefill:
-                ready.append((request, item))
+                ready.append((request, chunk))
         if not ready:
             return
         with torch.inference_mode(), self.counters.timed():
-            states = ready[0][1].x[-1:] if len(ready) == 1 else torch.stack([item.x[-1] for _, item in ready])
+            final = [chunk.final_states[-1:] for _, chunk in ready]
+            states = final[0] if len(ready) == 1 else torch.cat(final)
             logits = self.engine.model.head(states).float()
             sampled = sample(logits, [request.draw for request, _ in ready])
-        for i, (request, item) in enumerate(ready):
+        for i, (request, chunk) in enumerate(ready):
             if not sampled.finite[i]:
                 self._finish(request, "error", UserError(NOT_FINITE))
                 continue
-            request.append(sampled.tokens[i], logits[i], tuple(steps[-1] for steps in item.steps))
+            request.append(sampled.tokens[i], logits[i], tuple(steps[-1] for steps in chunk.steps))
             self.counters.tokens += 1
             if not request.finish and request.on_token is not None:
                 request.on_token(request)  # it may set `finish`
@@ -280,11 +286,11 @@ class Scheduler:
     def _finish(self, request: Request, finish: str, error: Exception | None = None) -> None:
         """End a running request."""
         request.ended = time.perf_counter()
-        if request in self._in_flight:
-            self._in_flight.discard(request)
+        if request in self._in_batch:
+            self._in_batch.discard(request)
             for batch in self.batches:
                 batch.drop(request)
-            self.batches = [batch for batch in self.batches if batch.in_flight]
+            self.batches = [batch for batch in self.batches if batch.chunks]
         cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until a request ends
         self.max_cache_bytes = max(self.max_cache_bytes, cache_bytes)
         self.running.remove(request)
@@ -297,9 +303,9 @@ class Scheduler:
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         """End requests with an error, and drop their batches."""
-        self.batches = [p for p in self.batches if not any(f.request in requests for f in p.in_flight)]
+        self.batches = [batch for batch in self.batches if not any(chunk.request in requests for chunk in batch.chunks)]
         for request in requests:
-            self._in_flight.discard(request)
+            self._in_batch.discard(request)
             if request in self.running:
                 self._finish(request, "error", error)
 

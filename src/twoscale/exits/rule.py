@@ -69,7 +69,7 @@ class StepView:
     next to nothing beside the step.
     """
 
-    __slots__ = ("_after", "_before", "_index", "_kept", "_read", "group", "last", "numbers", "rows")
+    __slots__ = ("_after", "_before", "_index", "_kept", "_read", "group", "last", "norms", "rows")
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class StepView:
         after: Tensor,
         last: Tensor,
         read: Callable[[Tensor, Reading | Literal["gate"]], Tensor],
-        numbers: Sequence[Numbers] | None = None,
+        norms: Sequence[Numbers] | None = None,
         index: Tensor | None = None,
     ) -> None:
         """`last` is what the rule remembered of these tokens one step ago; NaN at a token's first step. With `index` (int64, (N,)) the
-        tokens are these rows of `before` and `after`, which are gathered when a rule asks for them."""
-        self.group, self.rows, self.last, self._read, self.numbers = group, rows, last, read, numbers
+        tokens are these rows of `before` and `after`, which are gathered when a rule asks for them. `norms` are a Meter's."""
+        self.group, self.rows, self.last, self._read, self.norms = group, rows, last, read, norms
         self._before, self._after, self._index = before, after, index
         self._kept: dict[str, Tensor] | None = None
 
@@ -122,22 +122,22 @@ class StepView:
     @property
     def step_norm(self) -> Numbers:
         """||D||."""
-        return length(self.step) if self.numbers is None else self.numbers[0]
+        return length(self.step) if self.norms is None else self.norms[0]
 
     @property
     def acceleration(self) -> Numbers:
         """||D - the step before||, for a rule that follows steps."""
-        return length(self.step - self.last) if self.numbers is None else self.numbers[1]
+        return length(self.step - self.last) if self.norms is None else self.norms[1]
 
     @property
     def last_step_norm(self) -> Numbers:
         """The length of the step before, for a rule that follows steps."""
-        return length(self.last.expand_as(self.step)) if self.numbers is None else self.numbers[2]
+        return length(self.last.expand_as(self.step)) if self.norms is None else self.norms[2]
 
     @property
     def state_norm(self) -> Numbers:
         """The length of the state that the step left."""
-        return length(self.before) if self.numbers is None else self.numbers[3]
+        return length(self.before) if self.norms is None else self.norms[3]
 
     @property
     def log_probs(self) -> Tensor:
@@ -167,7 +167,7 @@ class Rule:
     """The state that a leaving token takes along: the one it has just computed, or the one before, as the paper prints."""
 
     follows_steps: ClassVar[bool] = False
-    """Whether the rule compares steps by the numbers of `StepView` (`acceleration`, `last_step_norm`); the step is then remembered
+    """Whether the rule compares steps by the norms of `StepView` (`acceleration`, `last_step_norm`); the step is then remembered
     for it, and `view.last`, which may hold the new step already, is not for it to read."""
     token_by_token: ClassVar[bool] = False
     """Whether tokens of one sequence must be finished one after the other (a rule that reads through the coda)."""
@@ -234,21 +234,21 @@ class RuleState:
         before: Tensor,
         after: Tensor,
         read: Callable[..., Tensor],
-        numbers: Sequence[Numbers] | None = None,
+        norms: Sequence[Numbers] | None = None,
         index: Tensor | None = None,
     ) -> Tensor | bool:
         """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all.
 
-        `numbers` are a Meter's for a rule that follows steps; without them the rule's state remembers the steps. With `index` the tokens
+        `norms` are a Meter's for a rule that follows steps; without them the rule's state remembers the steps. With `index` the tokens
         are these rows of `before` and `after`.
         """
         rule = self.rule
         if self.last.device != after.device:
             self.last = self.last.to(after.device)
             self.streak = self.streak.to(after.device) if isinstance(self.streak, Tensor) else self.streak
-        view = StepView(group, rows, before, after, self.last, read, numbers, index)
+        view = StepView(group, rows, before, after, self.last, read, norms, index)
         passed = rule.passes(rule.measure(view))
-        if numbers is None:
+        if norms is None:
             remembered = view.step if rule.follows_steps else rule.remember(view)
             if remembered is not None:
                 self.last = remembered

@@ -72,7 +72,7 @@ class EngineCache:
         engine = self.engine
         live = [b for b in range(len(ids)) if bool(real[b].any())]
         stages: list[Tensor] | None = [] if states_wanted else None
-        x, _ = engine.run([(b, self.rows[b], ids[b][real[b]].tolist()) for b in live], stages=stages)
+        x, _ = engine.run([(b, self.rows[b], ids[b][real[b]].tolist()) for b in live], stage_states=stages)
         self.seen += ids.shape[1]
         real = real.to(engine.device)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from twoscale.config import ModelConfig
 from twoscale.model.layers import Attend, Block, RMSNorm, Rope, causal
 
-Layers = Callable[[int], Attend]  # the attention of the i-th layer of a stage
+AttentionOfLayer = Callable[[int], Attend]  # i -> the attention of the i-th layer of a stage
 
 
 def all_causal(layer: int) -> Attend:
@@ -79,11 +79,13 @@ class LoopGroup(nn.Module):
             x = adapter.of_state(x).type_as(x)
         return x if injected is None else x + injected
 
-    def step(self, x: Tensor, injected: Tensor | None, rope: Rope | None = None, layers: Layers = all_causal) -> Tensor:
+    def step(
+        self, x: Tensor, injected: Tensor | None, rope: Rope | None = None, attention_of_layer: AttentionOfLayer = all_causal
+    ) -> Tensor:
         """The group's map, applied once. All that iterates a group calls this."""
         x = self.project(x, injected)
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, layers(i))
+            x = block(x, rope, attention_of_layer(i))
         if self.config.group_norm == "step" and self.norm is not None:
             x = self.norm(x)
         return x

@@ -101,14 +101,14 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.on_sum = config.norm == "sum"
+        self.norm_after_add = config.norm == "sum"
         self.norm1, self.norm3 = RMSNorm(config.n_embd, config.norm_eps), RMSNorm(config.n_embd, config.norm_eps)
         self.norm2, self.norm4 = (nn.Identity() if config.norm == "pre" else RMSNorm(config.n_embd, config.norm_eps) for _ in range(2))
         self.attn = Attention(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: Rope | None = None, attend: Attend = causal) -> Tensor:
-        if self.on_sum:
+        if self.norm_after_add:
             x = self.norm2(x + self.attn(self.norm1(x), rope, attend))
             return self.norm4(x + self.mlp(self.norm3(x)))
         x = x + self.norm2(self.attn(self.norm1(x), rope, attend))

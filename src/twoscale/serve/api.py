@@ -64,19 +64,17 @@ class CompletionRequest(StrictModel):
     echo: Literal[False] | None = False
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
-    suffix: Literal[""] | None = Field(
-        None, description="not supported; only the empty or neutral value is accepted here and in the next four fields"
-    )
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
-    presence_penalty: Number | None = Field(0, ge=0, le=0)
-    frequency_penalty: Number | None = Field(0, ge=0, le=0)
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    suffix: Literal[""] | None = Field(None, description="not supported: empty or null")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="not supported: at most `n`, or null")
+    presence_penalty: Number | None = Field(0, ge=0, le=0, description="not supported: 0 or null")
+    frequency_penalty: Number | None = Field(0, ge=0, le=0, description="not supported: 0 or null")
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(None, description="not supported: empty or null")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    user: Annotated[str, Field(max_length=1000)] | None = Field(None, description="accepted, without effect, as are the next two")
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
+    user: Annotated[str, Field(max_length=1000)] | None = Field(None, description="accepted, without effect")
+    metadata: dict[str, Any] | None = Field(None, description="accepted, without effect")
+    store: bool | None = Field(None, description="accepted, without effect")
     exit: str | None = Field(None, max_length=200, description="`auto` (as calibrated), `none`, NAME or NAME:VALUE,setting=value")
-    tau: Number | None = Field(None, ge=0, le=1e9, description="threshold, where `exit` is a name alone")
+    tau: Number | None = Field(None, ge=0, le=1e9, description="threshold of the rule, if `exit` names it without a value")
     loops: LoopCount | Annotated[list[LoopCount], Field(max_length=64, fail_fast=True)] | None = None
     kv: Annotated[str, Field(max_length=20)] = "exact"
 

@@ -12,7 +12,7 @@ class Limits:
     timeout: float = 120.0
     """Until a request ends with the tokens it has."""
     max_loops: int = 64
-    """Loop steps that a request may ask for; at least the model's own number."""
+    """Loop steps that a request may ask for; raised to the model's default where that is larger."""
     max_queue: int = 256
     """Sequences that may wait in the queue."""
     max_connections: int = 512

@@ -72,7 +72,8 @@ class Kernels(ABC):
         """Memory addresses of keys and values for C kernels; 0 if they are not needed."""
 
     @abstractmethod
-    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
-        """Tokens exit the loop after step k: copy their keys and values of level k to all deeper levels of the layer's cache.
+    def settle(self, layer_cache: "LayerCache", step: int, at: "Positions") -> None:
+        """Tokens exit the loop after this step: copy their keys and values at its level, (step - 1) mod max_levels, to all deeper levels.
 
-        Tokens at deeper steps then attend to the last state of a token that has exited."""
+        Tokens at deeper steps then attend to the last state of a token that has exited. Called by `LayerCache.fill_deeper_levels`, which
+        has checked that there are deeper levels."""

@@ -1,4 +1,4 @@
-"""A copy of a model for decoding: the same structure, with linear maps, norms, MLPs and blocks replaced by those of a backend.
+"""A copy of a model for inference: the same structure, with linear maps, norms, MLPs and blocks replaced by those of a backend.
 
     native  the C kernels, if they could be compiled
     packed  weights prepacked for oneDNN, with the operators that torch.compile uses; F.linear for small matrices
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from twoscale.config import UserError
 from twoscale.engine.kernels.base import Kernels
 from twoscale.engine.kernels.fingerprint import fingerprint, weights_of
-from twoscale.engine.kernels.library import native
+from twoscale.engine.kernels.library import c_library
 from twoscale.engine.kernels.native import NativeKernels
 from twoscale.engine.kernels.packed import PackedKernels, own_copy
 from twoscale.engine.kernels.torch_ops import TorchKernels
@@ -37,7 +37,10 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class DecodeCopy:
-    """A copy of a model for decoding, and its kernels."""
+    """A copy of a model for inference, and its kernels. It runs prompts (prefill) as well as decoding.
+
+    With the `torch` kernels it shares the model's weights; under autocast `model` is the model itself (see `Engine`).
+    """
 
     model: LoopedGPT
     kernels: Kernels
@@ -63,7 +66,7 @@ def choose_kernels(name: KernelName, model: LoopedGPT) -> Kernels:
         raise UserError(f"kernels = {name!r}: choose one of {', '.join(NAMES)}")
     if name == "torch" or not all(_is_plain(w) for _, w in weights_of(model)):
         return TorchKernels()
-    library = None if name == "packed" else native()
+    library = None if name == "packed" else c_library()
     if library is not None:
         return NativeKernels(library)
     if name == "native":
@@ -72,7 +75,7 @@ def choose_kernels(name: KernelName, model: LoopedGPT) -> Kernels:
 
 
 def optimize_for_decode(model: LoopedGPT, kernels: KernelName = "auto") -> DecodeCopy:
-    """The model's copy for decoding. It is cached, and made again when the model's weights have changed."""
+    """The model's copy for prompts (prefill) and decoding. It is cached, and made again when the model's weights have changed."""
     chosen = choose_kernels(kernels, model)
     # A copy that uses the model's own weights must be made again only if a module was replaced.
     state = fingerprint(model) if chosen.copies_weights else list(model.modules())[1:]

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from twoscale.engine.kernels.library import native, pointer, threads_to_use
+from twoscale.engine.kernels.library import c_library, pointer, threads_to_use
 
 Fingerprint = tuple[tuple[str, torch.Size, int], ...]
 
@@ -29,7 +29,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def _hashes(weights: list[Tensor]) -> list[int]:
-    library = native()
+    library = c_library()
     if library is None:
         return [zlib.crc32(w.numpy()) for w in weights]  # type: ignore[arg-type]
     n = len(weights)

@@ -1,4 +1,4 @@
-"""Compiles and loads the C kernels. `native()` returns the library, or None if no C compiler is found or the build fails.
+"""Compiles and loads the C kernels. `c_library()` returns it, or None if no C compiler is found or the build fails.
 
 The compiler is $CC, or the first of cc, gcc and clang. The library is cached in the user's cache folder. Its file name contains a hash of
 source, compiler and CPU, and its own size and hash, which are checked before it is loaded. TWOSCALE_NATIVE=0 disables the C kernels.
@@ -49,7 +49,7 @@ _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
     "linear": [_INT] * 4 + [_PTR] * 3,
     "silu": [_INT] * 4 + [_PTR] * 2,
-    "fill_levels": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
+    "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
     "residual_norm": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "rms_norm": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
@@ -61,10 +61,10 @@ _SIGNATURES = {
 
 
 class BlockWeights(ctypes.Structure):
-    """The struct Block of native.c: sizes and weights of a block."""
+    """The struct Block of native.c: sizes and weights of a block. gain1 .. gain4 are the gains of `Block.norm1` .. `Block.norm4`."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("C", "H", "J", "D", "M", "gated", "on_sum")),
+        *((name, ctypes.c_int32) for name in ("C", "H", "J", "D", "M", "gated", "norm_after_add")),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("gain1", "qkv", "qk_bias", "out", "gain2", "gain3", "up", "down", "gain4")),
     )
@@ -74,7 +74,7 @@ class KVView(ctypes.Structure):
     """The struct KVView of native.c: where rows write keys and values, and what they attend to."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("sequence", "capacity", "position", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("part", "capacity", "position", "keys", "values")),
         ("longest", ctypes.c_int64),
     )
 
@@ -101,7 +101,7 @@ class Once(Generic[T]):
 
 
 @Once
-def native() -> Library | None:
+def c_library() -> Library | None:
     """The loaded library, or None if it is not available."""
     if os.environ.get("TWOSCALE_NATIVE", "1") == "0":
         return None
@@ -129,7 +129,8 @@ def _cores() -> int:
 
 
 def pointer(tensor: Tensor, size: int, dtype: torch.dtype = torch.float32) -> int:
-    """The address of a tensor's memory, for C. Every tensor that C code reads or writes is checked by one of these three functions.
+    """The address of a tensor's memory, for C. Every tensor that C code reads or writes is checked here, or in `input_and_output` or
+    `row_pointer`.
 
     The tensor must have exactly `size` entries of `dtype`, contiguous and on the CPU. About 0.3 us.
     """
@@ -150,7 +151,7 @@ def input_and_output(x: Tensor, size: int, shape: tuple[int, ...] | None = None)
 
 
 def row_pointer(heads: Tensor, n: int, H: int, D: int) -> int:
-    """The same for queries, keys or values (1, n, H, D) whose rows may have a stride, such as slices of a larger tensor."""
+    """Like `pointer`, for queries, keys or values (1, n, H, D) whose rows may have a stride, such as slices of a larger tensor."""
     shape, strides = heads.shape, heads.stride()
     dense = shape == (1, n, H, D) and strides[3] == 1 and strides[2] == D and (n == 1 or strides[1] >= H * D)
     if heads.dtype is not torch.float32 or not heads.is_cpu or not dense:

@@ -131,7 +131,7 @@ static void matmul_panels(int n, int I, int O, int first, int last, const float 
     }
 }
 
-/* y = x w^T in one phase. Returns 0 if the call is over. */
+/* y = x w^T in one phase. Returns 0 in a helper thread that came too late, as finish_phase does. */
 #define PANELS_PER_CLAIM 8
 #define MAX_ROWS 510 /* rows at a time, so that they stay in the cache: whole tiles of 6 */
 static int matmul(Thread *self, int n, int I, int O, const float *w, const float *x, long ldx, float *y, long ldy) {
@@ -153,9 +153,9 @@ static void rms_norm_row(int C, const float *x, const float *gain, float eps, fl
     for (; i < C; i++) y[i] = x[i] * scale * gain[i];
 }
 
-/* out = norm(x + y) with `on_sum`, else x + norm(y); no norm if `gain` is null */
-static void residual_norm_row(int C, int on_sum, const float *x, const float *y, const float *gain, float eps, float *out) {
-    if (on_sum || !gain) {
+/* out = norm(x + y) with `norm_after_add`, else x + norm(y); no norm if `gain` is null */
+static void residual_norm_row(int C, int norm_after_add, const float *x, const float *y, const float *gain, float eps, float *out) {
+    if (norm_after_add || !gain) {
         for (int i = 0; i < C; i++) out[i] = x[i] + y[i];
         if (gain) rms_norm_row(C, out, gain, eps, out);
     } else {
@@ -194,14 +194,18 @@ void linear(int threads, int n, int I, int O, const float *x, const float *w, fl
     RUN_TASK(threads, linear_task, a);
 }
 
-/* A block's sizes and weights; library.py has the same fields in the same order. */
+/* A block's sizes and weights; library.py has the same fields in the same order. The gains are those of the RMSNorms: gain1 of attention's
+ * input, gain2 of its output, gain3 of the MLP's input, gain4 of its output. With norm_after_add, gain2 and gain4 apply to the sum of residual
+ * and output instead; they are null in a pre-norm block. */
 typedef struct {
-    int32_t C, H, J, D, M, gated, on_sum;
+    int32_t C, H, J, D, M, gated, norm_after_add;
     float eps;
     const float *gain1, *qkv, *qk_bias, *out, *gain2, *gain3, *up, *down, *gain4;
 } Block;
 
-static void rope(const Block *b, const float *cos, const float *sin, float *heads) {
+/* Adds the bias of queries and keys and applies the rotary embedding to one row of heads (H + J, D); each is optional. `sin` is signed: its
+ * first half holds -sin, its second half sin. */
+static void add_bias_and_rope(const Block *b, const float *cos, const float *sin, float *heads) {
     int D = b->D, half = D / 2;
     for (int h = 0; h < b->H + b->J; h++, heads += D) {
         if (b->qk_bias)
@@ -337,10 +341,10 @@ static void attend_two(int D, int first_end, int end, const float *a, const floa
     }
 }
 
-/* Where n rows of several sequences write their keys and values, and what they attend to. Row t is at position[t] of sequence s = sequence[t],
- * whose keys[s] and values[s] point at (J, capacity[s], D). All positions are below `longest`. */
+/* Where n rows of several sequences write their keys and values, and what they attend to. Row t belongs to part p = part[t] (see rows.py) and is
+ * at position[t] of its sequence, whose keys[p] and values[p] point at (J, capacity[p], D). All positions are below `longest`. */
 typedef struct {
-    const int64_t *sequence, *capacity, *position;
+    const int64_t *part, *capacity, *position;
     float **keys, **values;
     int64_t longest;
 } KVView;
@@ -360,10 +364,10 @@ static void attend_pair(const Attention *a, int t, int h, float *score) {
     const KVView *view = a->view;
     int H = a->H, D = a->D;
     for (int end = t + 2 < a->n ? t + 2 : a->n; t < end; t++) {
-        long s = view->sequence[t], head = (long)(h / (H / a->J)) * view->capacity[s] * D, at = view->position[t];
-        const float *query = a->q + t * a->q_row + (long)h * D, *keys = view->keys[s] + head, *values = view->values[s] + head;
+        long p = view->part[t], head = (long)(h / (H / a->J)) * view->capacity[p] * D, at = view->position[t];
+        const float *query = a->q + t * a->q_row + (long)h * D, *keys = view->keys[p] + head, *values = view->values[p] + head;
         float *y = a->out + ((long)t * H + h) * D;
-        if (t % 2 == 0 && t + 1 < a->n && view->sequence[t + 1] == s && view->position[t + 1] > at) {
+        if (t % 2 == 0 && t + 1 < a->n && view->part[t + 1] == p && view->position[t + 1] > at) {
             attend_two(D, (int)at + 1, (int)view->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
                        y + (long)H * D);
             return;
@@ -372,15 +376,16 @@ static void attend_pair(const Attention *a, int t, int h, float *score) {
     }
 }
 
-/* Two phases: all rows write their keys and values, then each row attends to its sequence up to its own position. Returns 0 if the call is over. */
+/* Two phases: all rows write their keys and values, then each row attends to its sequence up to its own position. Returns 0
+ * in a helper thread that came too late, as finish_phase does. */
 static int attention(Thread *self, const Attention *a) {
     Phase s = begin_phase(self, a->n, items_per_claim(self, a->n));
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++)
             for (int j = 0; j < a->J; j++) {
-                long sequence = a->view->sequence[t], at = (j * a->view->capacity[sequence] + a->view->position[t]) * a->D;
-                memcpy(a->view->keys[sequence] + at, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
-                memcpy(a->view->values[sequence] + at, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
+                long part = a->view->part[t], at = (j * a->view->capacity[part] + a->view->position[t]) * a->D;
+                memcpy(a->view->keys[part] + at, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
+                memcpy(a->view->values[part] + at, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
             }
     if (!finish_phase(self, &s)) return 0;
     float *score = a->scores + 2 * self->index * a->longest;
@@ -399,8 +404,8 @@ void attend(int threads, int n, int H, int J, int D, const float *q, const float
     RUN_TASK(threads, attend_task, a);
 }
 
-/* Copies a token's key and value at `level` of the cache (L, J, capacity, D) to the levels from .. to - 1. See Kernels.settle. */
-void fill_levels(int J, int D, long capacity, long position, long level, long from, long to, float *keys, float *values) {
+/* Kernels.settle for one token: copies its key and value at `level` of the cache (L, J, capacity, D) to the levels from .. to - 1. */
+void settle(int J, int D, long capacity, long position, long level, long from, long to, float *keys, float *values) {
     long level_size = J * capacity * D;
     for (int j = 0; j < J; j++) {
         long at = (j * capacity + position) * D;
@@ -411,26 +416,31 @@ void fill_levels(int J, int D, long capacity, long position, long level, long fr
     }
 }
 
-/* Arguments of the row-wise kernels; each uses some of them. `option` is gated or on_sum. */
+/* Arguments of the row-wise kernels; each uses some of them. */
 typedef struct {
-    int n, C, option;
-    const float *x, *y, *gain, *next;
-    float eps;
-    float *a, *b;
+    int n, C;
+    int option;             /* silu: gated; residual_norm: norm_after_add */
+    const float *in;        /* (n, C), silu: (n, C) or (n, 2 C); measure: before */
+    const float *in2;       /* (n, C), measure only: after */
+    const float *gain;      /* (C,), of the RMSNorm; null: no norm */
+    const float *next_gain; /* (C,), residual_norm only: of the RMSNorm of the next branch's input; null: no such norm */
+    float eps;              /* of the RMSNorms */
+    float *out;             /* (n, C); measure: norms (n, 4) */
+    float *in_out;          /* (n, C), residual_norm: the branch's output, then the next branch's input; measure: the last step, then this one */
 } RowWise;
 
 static void silu_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
-    int U = r->option ? 2 * r->C : r->C;
+    int in_width = r->option ? 2 * r->C : r->C;
     Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
     while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) silu_row(0, r->C, r->C, r->option, r->x + (long)t * U, r->a + (long)t * r->C);
+        for (int t = s.first; t < s.last; t++) silu_row(0, r->C, r->C, r->option, r->in + (long)t * in_width, r->out + (long)t * r->C);
     finish_phase(self, &s);
 }
 
 /* y = silu(x) for n rows of M, or silu(x[:M]) * x[M:] where x has 2 M columns; y may be x where it has M. */
 void silu(int threads, int n, int M, int gated, const float *x, float *y) {
-    RowWise r = {.n = n, .C = M, .option = gated, .x = x, .a = y};
+    RowWise r = {.n = n, .C = M, .option = gated, .in = x, .out = y};
     RUN_TASK(threads, silu_task, r);
 }
 
@@ -438,13 +448,13 @@ static void rms_norm_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
     Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
     while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) rms_norm_row(r->C, r->x + (long)t * r->C, r->gain, r->eps, r->a + (long)t * r->C);
+        for (int t = s.first; t < s.last; t++) rms_norm_row(r->C, r->in + (long)t * r->C, r->gain, r->eps, r->out + (long)t * r->C);
     finish_phase(self, &s);
 }
 
 /* y = RMSNorm(x) for n rows */
 void rms_norm(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
-    RowWise r = {.n = n, .C = C, .x = x, .gain = gain, .eps = eps, .a = y};
+    RowWise r = {.n = n, .C = C, .in = x, .gain = gain, .eps = eps, .out = y};
     RUN_TASK(threads, rms_norm_task, r);
 }
 
@@ -454,20 +464,22 @@ static void residual_norm_task(const void *arguments, Thread *self) {
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * r->C;
-            residual_norm_row(r->C, r->option, r->x + at, r->b + at, r->gain, r->eps, r->a + at);
-            if (r->next) rms_norm_row(r->C, r->a + at, r->next, r->eps, r->b + at);
+            residual_norm_row(r->C, r->option, r->in + at, r->in_out + at, r->gain, r->eps, r->out + at);
+            if (r->next_gain) rms_norm_row(r->C, r->out + at, r->next_gain, r->eps, r->in_out + at);
         }
     finish_phase(self, &s);
 }
 
-/* Residual add and norm: out = norm(x + y) or x + norm(y). If `next` is given, also y = norm(out) with that gain, the next branch's input. */
-void residual_norm(int threads, int n, int C, int on_sum, const float *x, float *y, const float *gain, const float *next, float eps, float *out) {
-    RowWise r = {.n = n, .C = C, .option = on_sum, .x = x, .gain = gain, .next = next, .eps = eps, .a = out, .b = y};
+/* Residual add and norm: out = norm(x + y) or x + norm(y). If `next_gain` is given, also y = norm(out) with that gain, the
+ * next branch's input. */
+void residual_norm(int threads, int n, int C, int norm_after_add, const float *x, float *y, const float *gain,
+                   const float *next_gain, float eps, float *out) {
+    RowWise r = {.n = n, .C = C, .option = norm_after_add, .in = x, .gain = gain, .next_gain = next_gain, .eps = eps, .out = out, .in_out = y};
     RUN_TASK(threads, residual_norm_task, r);
 }
 
 /* One row of `measure`. */
-static void measure_row(int C, const float *before, const float *after, float *last, float *numbers) {
+static void measure_row(int C, const float *before, const float *after, float *last, float *norms) {
     v8 sums[4] = {splat(0), splat(0), splat(0), splat(0)};
     float rest[4] = {0, 0, 0, 0};
     int i = 0;
@@ -482,7 +494,7 @@ static void measure_row(int C, const float *before, const float *after, float *l
         rest[0] += step * step, rest[1] += change * change, rest[2] += last[i] * last[i], rest[3] += before[i] * before[i];
         last[i] = step;
     }
-    for (int j = 0; j < 4; j++) numbers[j] = sqrtf(horizontal_sum(sums[j]) + rest[j]);
+    for (int j = 0; j < 4; j++) norms[j] = sqrtf(horizontal_sum(sums[j]) + rest[j]);
 }
 
 static void measure_task(const void *arguments, Thread *self) {
@@ -491,21 +503,23 @@ static void measure_task(const void *arguments, Thread *self) {
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * r->C;
-            measure_row(r->C, r->x + at, r->y + at, r->a + at, r->b + 4L * t);
+            measure_row(r->C, r->in + at, r->in2 + at, r->in_out + at, r->out + 4L * t);
         }
     finish_phase(self, &s);
 }
 
-/* Norms for the exit rules, numbers (n, 4): ||step||, ||step - last||, ||last||, ||before|| with step = after - before; then last = step.
+/* Norms for the exit rules, norms (n, 4): ||step||, ||step - last||, ||last||, ||before|| with step = after - before; then last = step.
  * NaN in `last` gives NaN. */
-void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *numbers) {
-    RowWise r = {.n = n, .C = C, .x = before, .y = after, .a = last, .b = numbers};
+void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *norms) {
+    RowWise r = {.n = n, .C = C, .in = before, .in2 = after, .in_out = last, .out = norms};
     RUN_TASK(threads, measure_task, r);
 }
 
 /* Arguments of a fused block on n rows. Sizes are copied from the weights, because a task reads no other memory before its first claim. */
 typedef struct {
-    int n, C, O, A, M, U, rotated;
+    int n, C, M;
+    int qkv_width, attn_width, up_width; /* (H + 2 J) D, H D, and M or 2 M if gated */
+    int has_bias_or_rope;
     const Block *b;
     const float *x, *cos, *sin, *qkv, *attn_out, *up, *down;
     float *normed, *branch, *middle, *heads, *hidden, *out;
@@ -515,54 +529,56 @@ typedef struct {
 static void block_task(const void *arguments, Thread *self) {
     const BlockRows *a = arguments;
     const Block *b = a->b;
-    int n = a->n, C = a->C, rows = items_per_claim(self, n);
-    Phase s = begin_phase(self, n, rows);
+    int n = a->n, C = a->C, rows_per_claim = items_per_claim(self, n);
+    Phase s = begin_phase(self, n, rows_per_claim);
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) rms_norm_row(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
     if (!finish_phase(self, &s)) return;
-    if (!matmul(self, n, C, a->O, a->qkv, a->normed, C, a->heads, a->O)) return;
-    s = begin_phase(self, a->rotated ? n : 0, rows);
+    if (!matmul(self, n, C, a->qkv_width, a->qkv, a->normed, C, a->heads, a->qkv_width)) return;
+    s = begin_phase(self, a->has_bias_or_rope ? n : 0, rows_per_claim);
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++)
-            rope(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->O);
+            add_bias_and_rope(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->qkv_width);
     if (!finish_phase(self, &s)) return;
     if (!attention(self, &a->attention)) return;
-    if (!matmul(self, n, a->A, C, a->attn_out, a->attention.out, a->A, a->branch, C)) return;
-    s = begin_phase(self, n, rows);
+    if (!matmul(self, n, a->attn_width, C, a->attn_out, a->attention.out, a->attn_width, a->branch, C)) return;
+    s = begin_phase(self, n, rows_per_claim);
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * C;
-            residual_norm_row(C, b->on_sum, a->x + at, a->branch + at, b->gain2, b->eps, a->middle + at);
+            residual_norm_row(C, b->norm_after_add, a->x + at, a->branch + at, b->gain2, b->eps, a->middle + at);
             rms_norm_row(C, a->middle + at, b->gain3, b->eps, a->normed + at);
         }
     if (!finish_phase(self, &s)) return;
-    if (!matmul(self, n, C, a->U, a->up, a->normed, C, a->hidden, a->U)) return;
+    if (!matmul(self, n, C, a->up_width, a->up, a->normed, C, a->hidden, a->up_width)) return;
     s = begin_phase(self, (a->M + 63) / 64, items_per_claim(self, (a->M + 63) / 64)); /* 64 channels of all rows */
     while (claim(self, &s))
         for (int t = 0; t < n; t++) {
-            float *h = a->hidden + (long)t * a->U;
+            float *h = a->hidden + (long)t * a->up_width;
             silu_row(64 * s.first, 64 * s.last < a->M ? 64 * s.last : a->M, a->M, b->gated, h, h);
         }
     if (!finish_phase(self, &s)) return;
-    if (!matmul(self, n, a->M, C, a->down, a->hidden, a->U, a->branch, C)) return;
-    s = begin_phase(self, n, rows);
+    if (!matmul(self, n, a->M, C, a->down, a->hidden, a->up_width, a->branch, C)) return;
+    s = begin_phase(self, n, rows_per_claim);
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * C;
-            residual_norm_row(C, b->on_sum, a->middle + at, a->branch + at, b->gain4, b->eps, a->out + at);
+            residual_norm_row(C, b->norm_after_add, a->middle + at, a->branch + at, b->gain4, b->eps, a->out + at);
         }
     finish_phase(self, &s);
 }
 
-/* A fused block on n rows of several sequences. cos and sin are (n, D) or null; scratch holds n * (3 C + (2 H + 2 J) D + U) + 2 threads longest
- * floats, where U is M, or 2 M for a gated MLP. */
+/* A fused block on n rows of several sequences. cos and sin are (n, D) or null; scratch holds n * (3 C + qkv_width + attn_width + up_width)
+ * + 2 threads longest floats. */
 void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const KVView *view, float *scratch, float *out) {
-    int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M, O = (H + 2 * J) * D, A = H * D, U = b->gated ? 2 * M : M;
+    int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M;
+    int qkv_width = (H + 2 * J) * D, attn_width = H * D, up_width = b->gated ? 2 * M : M;
     float *normed = scratch, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
-    float *attended = heads + (long)n * O, *hidden = attended + (long)n * A, *scores = hidden + (long)n * U;
+    float *attended = heads + (long)n * qkv_width, *hidden = attended + (long)n * attn_width, *scores = hidden + (long)n * up_width;
     const float *keys = heads + (long)H * D, *values = keys + (long)J * D;
-    Attention attention = {n, H, J, D, heads, keys, values, O, O, O, view->longest, view, scores, attended};
-    BlockRows a = {.n = n, .C = C, .O = O, .A = A, .M = M, .U = U, .rotated = b->qk_bias || cos, .b = b, .x = x, .cos = cos, .sin = sin,
+    Attention attention = {n, H, J, D, heads, keys, values, qkv_width, qkv_width, qkv_width, view->longest, view, scores, attended};
+    BlockRows a = {.n = n, .C = C, .M = M, .qkv_width = qkv_width, .attn_width = attn_width, .up_width = up_width,
+                   .has_bias_or_rope = b->qk_bias || cos, .b = b, .x = x, .cos = cos, .sin = sin,
                    .qkv = b->qkv, .attn_out = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
                    .heads = heads, .hidden = hidden, .out = out, .attention = attention};
     RUN_TASK(threads, block_task, a);

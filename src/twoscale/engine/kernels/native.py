@@ -44,17 +44,17 @@ class NativeLinear(nn.Module):
 
     def __init__(self, weight: Tensor, library: Library) -> None:
         super().__init__()
-        self.rows, self.columns = weight.shape
-        self.square, self.library = self.rows == self.columns, library
+        self.out_features, self.in_features = weight.shape
+        self.square, self.library = self.out_features == self.in_features, library
         self.panels = panels(weight)
-        self.address = pointer(self.panels, -(-self.rows // PANEL) * PANEL * self.columns)
+        self.address = pointer(self.panels, -(-self.out_features // PANEL) * PANEL * self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        n = x.numel() // self.columns
-        if x.shape[-1] != self.columns:
-            raise ValueError(f"an input of width {x.shape[-1]} for a matrix of {self.columns} columns")
-        x, x_ptr, y, y_ptr = input_and_output(x, n * self.columns, None if self.square else (*x.shape[:-1], self.rows))
-        self.library.linear(threads_to_use(), n, self.columns, self.rows, x_ptr, self.address, y_ptr)
+        n = x.numel() // self.in_features
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"an input of width {x.shape[-1]} for a linear map of inputs of width {self.in_features}")
+        x, x_ptr, y, y_ptr = input_and_output(x, n * self.in_features, None if self.square else (*x.shape[:-1], self.out_features))
+        self.library.linear(threads_to_use(), n, self.in_features, self.out_features, x_ptr, self.address, y_ptr)
         return y
 
 
@@ -101,15 +101,17 @@ class NativeBlock(nn.Module):
         attn, mlp = block.attn, block.mlp
         qkv, out, up, down = (cast(NativeLinear, m) for m in (attn.qkv, attn.out, mlp.up, mlp.down))
         norms = (cast(nn.Module, norm) for norm in (block.norm1, block.norm2, block.norm3, block.norm4))
+        # Of attention's input and output, then of the MLP's; the outputs' are None in a pre-norm block, and see `norm_after_add`.
         gain1, gain2, gain3, gain4 = (norm.gain if isinstance(norm, NativeNorm) else None for norm in norms)
         bias = None if attn.qk_bias is None else pointer(attn.qk_bias, attn.qk_bias.numel())
         self.block, self.library, self.gains = block, library, (gain2, gain3, gain4)
-        self.on_sum, self.eps, self.width, self.head_dim = block.on_sum, block.norm1.eps, qkv.columns, attn.head_dim
+        self.norm_after_add, self.eps = block.norm_after_add, block.norm1.eps
+        self.width, self.head_dim = qkv.in_features, attn.head_dim
         addresses = (gain1, qkv.address, bias, out.address, gain2, gain3, up.address, down.address, gain4)
-        sizes = (qkv.columns, attn.heads, attn.kv_heads, attn.head_dim, down.columns, mlp.gated, block.on_sum)
+        sizes = (qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, down.in_features, mlp.gated, block.norm_after_add)
         self.weights = BlockWeights(*sizes, self.eps, *addresses)
         self.address = ctypes.addressof(self.weights)
-        self.scratch = 3 * qkv.columns + qkv.rows + out.columns + up.rows  # scratch floats per row
+        self.scratch = 3 * qkv.in_features + qkv.out_features + out.in_features + up.out_features  # scratch floats per row
 
     def forward(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
         rows, threads = attend.rows, threads_to_use()
@@ -128,9 +130,9 @@ class NativeBlock(nn.Module):
         n, threads = x.numel() // C, threads_to_use()
         y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
         x_ptr, y_ptr, middle_ptr, out_ptr = (pointer(t, n * C) for t in (x, y, middle, out))
-        self.library.residual_norm(threads, n, C, self.on_sum, x_ptr, y_ptr, gain2, gain3, self.eps, middle_ptr)
+        self.library.residual_norm(threads, n, C, self.norm_after_add, x_ptr, y_ptr, gain2, gain3, self.eps, middle_ptr)
         y = block.mlp(y)
-        self.library.residual_norm(threads, n, C, self.on_sum, middle_ptr, pointer(y, n * C), gain4, None, self.eps, out_ptr)
+        self.library.residual_norm(threads, n, C, self.norm_after_add, middle_ptr, pointer(y, n * C), gain4, None, self.eps, out_ptr)
         return out
 
 
@@ -202,7 +204,7 @@ class NativeAttention:
             self._view = KVView(*rows.addresses, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
         for i, part in enumerate(rows.parts):
             layer_cache = part.cache.layers[layer]
-            self._keys[i], self._values[i] = layer_cache.address(layer_cache.ensure_level(part.k or 1, part.cache.length))
+            self._keys[i], self._values[i] = layer_cache.address(layer_cache.ensure_level(part.cache_step, part.cache.length))
         return ctypes.addressof(self._view)
 
 
@@ -216,16 +218,16 @@ class NativeMeter:
 
     def __call__(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
         n, C = after.shape
-        numbers = self._one_row if n == 1 else (ctypes.c_float * (4 * n))()
+        norms = self._one_row if n == 1 else (ctypes.c_float * (4 * n))()
         threads = 1 if n * C < MIN_PARALLEL_SIZE else threads_to_use()
         # One step's `after` is the next one's `before`, and `last` is updated in place: their addresses were checked one step ago.
         checked, after_ptr = self._checked, pointer(after, n * C)
         before_ptr = checked[1] if before is checked[0] else pointer(before, n * C)
         last_ptr = checked[3] if last is checked[2] else pointer(last, n * C)
         self._checked = after, after_ptr, last, last_ptr
-        self.library.measure(threads, n, C, before_ptr, after_ptr, last_ptr, numbers)
+        self.library.measure(threads, n, C, before_ptr, after_ptr, last_ptr, norms)
         # As doubles, like the Python floats of a single row: the comparison with a threshold must not depend on the batch.
-        return numbers if n == 1 else torch.frombuffer(numbers, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
+        return norms if n == 1 else torch.frombuffer(norms, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
 
 
 class NativeKernels(TorchKernels):
@@ -265,10 +267,10 @@ class NativeKernels(TorchKernels):
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return pointer(keys, keys.numel()), pointer(values, values.numel())
 
-    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
+    def settle(self, layer_cache: "LayerCache", step: int, at: "Positions") -> None:
         if not isinstance(at, int):
-            return super().settle(layer_cache, k, at)
+            return super().settle(layer_cache, step, at)
         J, capacity, D = layer_cache.shape
-        level = (k - 1) % layer_cache.max_levels
-        self.library.fill_levels(J, D, capacity, at, level, k, layer_cache.n_levels, *layer_cache.addresses)
+        level = (step - 1) % layer_cache.max_levels
+        self.library.settle(J, D, capacity, at, level, step, layer_cache.n_levels, *layer_cache.addresses)
         return None

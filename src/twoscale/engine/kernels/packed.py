@@ -40,12 +40,12 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         use_packed = weight.numel() >= MIN_PACKED_SIZE and can_pack()
-        self.columns, self.one_row_packed = weight.shape[1], use_packed and weight.numel() >= MIN_PACKED_SIZE_ONE_ROW
+        self.in_features, self.one_row_packed = weight.shape[1], use_packed and weight.numel() >= MIN_PACKED_SIZE_ONE_ROW
         self.packed = pack(weight) if use_packed else None
         self.weight = None if self.one_row_packed else own_copy(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is not None and (self.one_row_packed or x.numel() > self.columns):
+        if self.packed is not None and (self.one_row_packed or x.numel() > self.in_features):
             return packed_linear(x, self.packed)
         assert self.weight is not None
         return F.linear(x, self.weight)

@@ -12,7 +12,7 @@
 #define BLOCK 64
 #define MIN_LOG_WEIGHT -50.0f /* weights below e^-50 of the largest count as zero: 53 random bits cannot resolve them */
 #define ROUNDING 1e-6 /* top_p is reached up to the rounding of fp32 weights */
-#define BUCKETS 1024 /* of logits; a power of two */
+#define BUCKETS 1024 /* of logits, and one more, bucket BUCKETS, for those at or below the threshold */
 
 typedef struct {
     float logit;
@@ -35,7 +35,7 @@ static inline int block_end(const Row *r, int b) { return (b + 1) * BLOCK < r->V
 /* Computes block_max, max_logit and min_kept (the smallest logit); returns 0 if a logit is infinite or NaN. */
 static int find_block_max(Row *r) {
     v8i bad = {0};
-    v8 threshold = splat(INFINITY);
+    v8 smallest = splat(INFINITY);
     int not_finite = 0;
     r->max_logit = -INFINITY, r->min_kept = INFINITY;
     for (int b = 0, i = 0; b < r->blocks; b++) {
@@ -45,7 +45,7 @@ static int find_block_max(Row *r) {
         for (; i + 8 <= end; i += 8) {
             v8 x = load(r->logits + i);
             bad |= ~(x - x == splat(0));
-            best = blend(x > best, x, best), threshold = blend(x < threshold, x, threshold);
+            best = blend(x > best, x, best), smallest = blend(x < smallest, x, smallest);
         }
         for (int j = 0; j < 8; j++) most = best[j] > most ? best[j] : most;
         for (; i < end; i++) {
@@ -56,7 +56,7 @@ static int find_block_max(Row *r) {
         r->block_max[b] = most;
         r->max_logit = most > r->max_logit ? most : r->max_logit;
     }
-    for (int j = 0; j < 8; j++) not_finite |= bad[j] != 0, r->min_kept = threshold[j] < r->min_kept ? threshold[j] : r->min_kept;
+    for (int j = 0; j < 8; j++) not_finite |= bad[j] != 0, r->min_kept = smallest[j] < r->min_kept ? smallest[j] : r->min_kept;
     return !not_finite;
 }
 
@@ -130,10 +130,10 @@ static double drop_below(Row *r, float threshold) {
 
 /* Quickselect: the value of rank k (0 is the largest) among n; reorders the values. */
 static float select_rank(int n, float *values, int k) {
-    int min_kept = 0, high = n - 1;
-    while (min_kept < high) {
-        float pivot = values[min_kept + (high - min_kept) / 2];
-        int i = min_kept, j = high;
+    int low = 0, high = n - 1;
+    while (low < high) {
+        float pivot = values[low + (high - low) / 2];
+        int i = low, j = high;
         while (i <= j) {
             while (values[i] > pivot) i++;
             while (values[j] < pivot) j--;
@@ -143,7 +143,7 @@ static float select_rank(int n, float *values, int k) {
             }
         }
         if (k <= j) high = j;
-        else if (k >= i) min_kept = i;
+        else if (k >= i) low = i;
         else break;
     }
     return values[k];
@@ -248,9 +248,10 @@ static double keep_top_p(Row *r, double p, double total) {
     assign_buckets(r, threshold);
     for (int b = 0; b < r->blocks; b++)
         if (r->block_max[b] >= threshold)
-            for (int i = b * BLOCK; i < block_end(r, b); i++) { /* eight accumulators for the last bucket, which has most tokens: no chain of dependent additions */
+            for (int i = b * BLOCK; i < block_end(r, b); i++) {
+                /* Bucket BUCKETS has most tokens and eight accumulators: no chain of dependent additions. Its sum is not needed. */
                 int bucket = r->buckets[i];
-                masses[bucket + (i & 7 & -(bucket >> 10))] += r->weights[i];
+                masses[bucket + (bucket == BUCKETS) * (i & 7)] += r->weights[i];
             }
     while (cut < BUCKETS && before + masses[cut] < goal) before += masses[cut++];
     int n_found = collect_bucket(r, threshold, cut);

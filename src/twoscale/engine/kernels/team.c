@@ -123,7 +123,8 @@ static inline int claim(const Thread *self, Phase *s) {
     return 1;
 }
 
-/* Waits until all items of the phase are done and returns 1. Returns 0 if the call is over; the task must then return. */
+/* Waits until all items of the phase are done and returns 1. Returns 0 in a helper thread that came too late, when the call is over;
+ * the task must then return. */
 static inline int finish_phase(const Thread *self, Phase *s) {
     if (self->n_threads == 1) return 1;
     uint64_t *word = &team.phases[self->phase - 1].done;

@@ -49,9 +49,9 @@ def measure(before: Tensor, after: Tensor, last: Tensor) -> tuple[Numbers, ...]:
     """||D||, ||D - last||, ||last|| and ||before|| for the step D = after - before of every row (N, C). Overwrites `last` with D."""
     before = before.float()
     step = after.float() - before
-    numbers = length(step), length(step - last), length(last), length(before)
+    norms = length(step), length(step - last), length(last), length(before)
     last.copy_(step)
-    return numbers
+    return norms
 
 
 class TorchKernels(Kernels):
@@ -99,10 +99,10 @@ class TorchKernels(Kernels):
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return 0, 0
 
-    def settle(self, layer_cache: "LayerCache", k: int, at: "Positions") -> None:
-        level = (k - 1) % layer_cache.max_levels
+    def settle(self, layer_cache: "LayerCache", step: int, at: "Positions") -> None:
+        level = (step - 1) % layer_cache.max_levels
         for tensor in (layer_cache.keys, layer_cache.values):
-            tensor[k : layer_cache.n_levels, :, at] = tensor[level, :, at]
+            tensor[step : layer_cache.n_levels, :, at] = tensor[level, :, at]
 
 
 class TorchRows:
@@ -124,7 +124,7 @@ class TorchRows:
         by_slab: dict[Slab, list[tuple[int, int, int]]] = {}
         for i, part in enumerate(self.parts):
             layer_cache = part.cache.layers[layer]
-            level, slot = layer_cache.ensure_level(part.k or 1, part.cache.length), layer_cache.slot
+            level, slot = layer_cache.ensure_level(part.cache_step, part.cache.length), layer_cache.slot
             assert isinstance(slot, Slot)
             by_slab.setdefault(slot.slab, []).append((i, slot.index, level))
         if len(by_slab) == 1:
@@ -159,8 +159,8 @@ class TorchRows:
         y = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return y[:, :, 0]
 
-    def _index(self, numbers: Sequence[int]) -> Tensor:
-        key = tuple(numbers)
+    def _index(self, indices: Sequence[int]) -> Tensor:
+        key = tuple(indices)
         if key not in self.indices:
             self.indices[key] = torch.tensor(key, device=self.positions.device)
         return self.indices[key]
@@ -181,7 +181,7 @@ class TorchRows:
             layer_cache, rows = part.cache.layers[layer], slice(first, first + part.count)
             new_keys, new_values = (x[0, rows].transpose(0, 1) for x in (k, v))
             at = slice(part.at, part.at + 1) if isinstance(part.at, int) else part.at
-            keys, values = layer_cache.write(part.k or 1, at, new_keys, new_values, part.end, part.cache.length)
+            keys, values = layer_cache.write(part.cache_step, at, new_keys, new_values, part.end, part.cache.length)
             mask = None if part.causal or part.count == 1 else self._causal(i, part, first, q.dtype)
             y = F.scaled_dot_product_attention(
                 q[:, rows].transpose(1, 2), keys[None], values[None], attn_mask=mask, is_causal=part.causal, enable_gqa=gqa
