@@ -58,7 +58,7 @@ def test_inspection(session: Session) -> None:
         assert torch.allclose(found.cosines[g], twoscale.geometry.step_cosines(mine).flatten())
         assert torch.allclose(found.accelerations[g], twoscale.geometry.accelerations(mine).flatten())
         with torch.no_grad():
-            shares = torch.softmax(session.model.head(session.model.groups[g].leave(states[4, 0, -1])), dim=-1)
+            shares = torch.softmax(session.model.head(session.model.groups[g].output(states[4, 0, -1])), dim=-1)
         assert found.said[g][3].shares[0] == pytest.approx(float(shares.max()), rel=1e-4)
         assert found.said[g][3].tokens[0] == session.tokenizer.decode([int(shares.argmax())])
         assert found.said[g][3].chosen == pytest.approx(float(shares[lane.ids[index]]), rel=1e-4)

@@ -60,7 +60,7 @@ def test_huginn_states() -> None:
         model.hidden(expected["input_ids"], loops=16, start=[expected["initial_state"]], recorder=recorder)
         assert torch.allclose(torch.stack(recorder.states[:9]), expected["iterates"], atol=1e-4)
         for k in (1, 2, 4, 8, 16):
-            assert torch.allclose(model.groups[0].leave(recorder.states[k]), expected[f"latent_{k}"], atol=1e-4)
+            assert torch.allclose(model.groups[0].output(recorder.states[k]), expected[f"latent_{k}"], atol=1e-4)
 
 
 def greedy_without_cache(model: LoopedGPT, ids: list[int], n: int, loops: int, **start: object) -> list[int]:

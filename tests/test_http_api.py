@@ -69,7 +69,7 @@ def test_rules_and_models(loaded, api) -> None:  # type: ignore[no-untyped-def]
     connection.request("GET", "/health")
     assert json.loads(connection.getresponse().read()) == {"status": "ok"}
     metrics = metrics_of(address.removeprefix("http://"))
-    for name in ("tokens_total", "waiting", "batch_fill", "cache_bytes", 'loop_steps_total{group="1"}', 'mean_steps{group="0"}'):
+    for name in ("tokens_total", "waiting", "running_ratio", "cache_bytes", 'loop_steps_total{group="1"}', 'mean_steps{group="0"}'):
         assert f"twoscale_{name} " in metrics, name
 
 

@@ -51,7 +51,7 @@ def straightforward(model: LoopedGPT, cache: ListCache, token: int, position: in
             injected, state = stage.inject(x), start_state(c, stage.index, x, at, StateNoise())
             for k in range(loops):
                 state = stage.step(state, injected, rope, lambda i, k=k, first=first: cache.attend(first + i, k))  # type: ignore[misc]
-            x = stage.leave(state)
+            x = stage.output(state)
         else:
             for i, block in enumerate(stage.blocks):  # type: ignore[arg-type, union-attr]
                 x = block(x, rope, cache.attend(first + i, 0))

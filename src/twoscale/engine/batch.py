@@ -1,6 +1,7 @@
 """A batch: tokens of several sequences on their way through the stages of the network (runs of plain layers, and loop groups).
 
-One call computes all rows that are at one stage, whatever their sequence and loop step; the caller chooses the stage. The tokens of one
+A *call* applies one stage's layers once to all rows that are at this stage, whatever their sequence and loop step; the caller chooses
+the stage. The tokens of one
 sequence enter a stage together: a chunk of a prompt continues when the last of its tokens has exited the loop.
 
 Shapes: N rows, n tokens of one sequence, C width, G group.

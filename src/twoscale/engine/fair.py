@@ -45,7 +45,7 @@ class FairShares:
             del self.reserved[request.client]
 
     def next(
-        self, waiting: Iterable[Request], running: Sequence[Request], max_num_seqs: int, cache: float, size: Callable[[Request], int]
+        self, waiting: Iterable[Request], running: Sequence[Request], max_num_seqs: int, max_bytes: float, size: Callable[[Request], int]
     ) -> Request | None:
         """The waiting request that may start now, or None. The client with the fewest running requests goes first.
 
@@ -58,7 +58,7 @@ class FairShares:
         for request in waiting:
             firsts.setdefault(request.client, request)
         contested = len(n_running.keys() | firsts.keys()) > 1
-        free = cache - self.reserved.total()
+        free = max_bytes - self.reserved.total()
         for client, request in sorted(firsts.items(), key=lambda entry: n_running[entry[0]]):
             need, own_bytes = size(request), self.reserved[client]
             if not n_running[client]:

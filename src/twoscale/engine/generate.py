@@ -92,7 +92,7 @@ def generate(
         [r.prompt_steps for r in requests],
         [r.finish for r in requests],
         list(scheduler.engine.loop_steps),
-        scheduler.max_cache_bytes,
+        scheduler.peak_cache_bytes,
         None if logprobs is None else [r.logprobs for r in requests],
         None if tokenizer is None else [s.text for s in streams if s is not None],
     )

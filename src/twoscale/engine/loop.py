@@ -131,7 +131,7 @@ class Loop:
         """All rows exit with these states (N, C)."""
         rows.fill_deeper_levels(self.layers)
         self._clear()
-        return ExitedRows(rows, self.group.leave(states))
+        return ExitedRows(rows, self.group.output(states))
 
     def _exit_some(
         self, rows: Rows, before: Tensor, after: Tensor, exits: Tensor | bool, return_previous: Tensor | bool, at_limit: bool
@@ -152,7 +152,7 @@ class Loop:
             return self._exit_all(rows, states)
         exited_rows = rows.select(exit_index)
         exited_rows.fill_deeper_levels(self.layers)
-        exited = ExitedRows(exited_rows, self.group.leave(states.index_select(0, exit_index)))
+        exited = ExitedRows(exited_rows, self.group.output(states.index_select(0, exit_index)))
         self.x = states
         self._select_rows((~exit_mask).nonzero().flatten())
         return exited
@@ -179,5 +179,5 @@ class Loop:
         if readout == "coda" and not isinstance(self.engine.stages[last], LoopGroup):
             # The keys and values that the coda writes are provisional: the next call and the token itself overwrite them.
             assert rows.one_row_per_part, "a rule that runs the coda needs one token of each sequence at a time"
-            x = self.engine.run_plain_stage(last, self.group.leave(x), rows)
+            x = self.engine.run_plain_stage(last, self.group.output(x), rows)
         return model.head(x)

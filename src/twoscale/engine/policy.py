@@ -18,8 +18,10 @@ from twoscale.engine.engine import Engine
 from twoscale.engine.request import loop_params
 from twoscale.model import LoopedGPT
 
-MIN_WAIT_CALLS = 16  # rows that have left a loop wait at least this many calls for the rest of their batch,
-MAX_WAIT_FACTOR = 2.0  # and at most this many times the calls that they took in the loop themselves
+# Rows that have left a loop wait for the rest of their batch no longer than the larger of these: so many calls, and so many times the
+# calls that they took in the loop themselves.
+WAIT_LIMIT_FLOOR = 16
+WAIT_LIMIT_FACTOR = 2.0
 
 
 class Policy:
@@ -42,8 +44,8 @@ class Policy:
 class Lockstep(Policy):
     """The rows of a batch go through the stages together. Rows that have left a loop wait for the others, but not for ever.
 
-    They wait for MAX_WAIT_FACTOR times the calls that they took themselves, and at least MIN_WAIT_CALLS calls. Then the rows that are still
-    in the loop become a batch of their own, so a request with many loop steps does not delay the others.
+    They wait no longer than WAIT_LIMIT_FLOOR calls, or WAIT_LIMIT_FACTOR times the calls that they took themselves if that is more. Then
+    the rows that are still in the loop become a batch of their own, so a request with many loop steps does not delay the others.
     """
 
     def stage(self, batch: Batch) -> int:
@@ -54,7 +56,7 @@ class Lockstep(Policy):
             return math.inf
         stage = batch.earliest_stage
         later = [w for at, waiting in batch.waiting.items() if at > stage for w in waiting]
-        return min((w.arrived_at_call + max(MIN_WAIT_CALLS, MAX_WAIT_FACTOR * w.loop_calls) for w in later), default=math.inf)
+        return min((w.arrived_at_call + max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR * w.loop_calls) for w in later), default=math.inf)
 
 
 class Depth(Policy):

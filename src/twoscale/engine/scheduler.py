@@ -95,7 +95,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.fair = FairShares()
         self.batches: list[Batch] = []
-        self.max_cache_bytes = 0
+        self.peak_cache_bytes = 0
         """Peak memory of the caches of all running requests."""
         layers = [len(stage) * (1 if group is None else model.config.mean_loops) for stage, group in model.config.stages]
         self._max_lead = MAX_TOKENS_AHEAD * sum(layers)
@@ -292,7 +292,7 @@ class Scheduler:
                 batch.drop(request)
             self.batches = [batch for batch in self.batches if batch.chunks]
         cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until a request ends
-        self.max_cache_bytes = max(self.max_cache_bytes, cache_bytes)
+        self.peak_cache_bytes = max(self.peak_cache_bytes, cache_bytes)
         self.running.remove(request)
         self.fair.end(request, self._bytes(request))
         request.cache = None

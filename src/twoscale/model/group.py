@@ -90,7 +90,7 @@ class LoopGroup(nn.Module):
             x = self.norm(x)
         return x
 
-    def leave(self, x: Tensor) -> Tensor:
+    def output(self, x: Tensor) -> Tensor:
         """What the next stage sees of the last state."""
         return self.norm(x) if self.config.group_norm == "leave" and self.norm is not None else x
 
@@ -122,7 +122,7 @@ class LoopGroup(nn.Module):
                 x = self.step(x if fresh is None else self.mix_noise(x, fresh(k)), injected, rope)
             if recorder is not None:
                 recorder.step(self.index, k + 1, x)
-        return self.leave(x), torch.full(x.shape[:2], loops, device=x.device)
+        return self.output(x), torch.full(x.shape[:2], loops, device=x.device)
 
     def mix_noise(self, x: Tensor, noise: Tensor) -> Tensor:
         """The state before a step with noise mixed into it (noise="every_step")."""

@@ -175,7 +175,7 @@ async def _complete_response(server: Server, body: CompletionRequest, choices: l
     """The whole answer in one response."""
 
     async def collect() -> None:
-        async for _ in server.updates(choices):
+        async for _ in server.stream_choices(choices):
             pass
 
     try:
@@ -200,7 +200,7 @@ async def _events(server: Server, body: CompletionRequest, choices: list[Choice]
         return f"data: {json.dumps(content)}\n\n"
 
     try:
-        async for i, text, first in server.updates(choices):
+        async for i, text, first in server.stream_choices(choices):
             c = choices[i]
             if text or c.finish is not None or len(c.offsets) > first:
                 yield event({**shared, "choices": [server.choice_json(i, c, text, first)]})

@@ -118,13 +118,13 @@ class Server:
             self.worker.scheduler.check(request)
         return [Choice(r, TextStream(self.tokenizer, r.prompt, r.sampling.stop, r.sampling.stop_token_ids)) for r in requests]
 
-    async def updates(self, choices: list[Choice]) -> AsyncIterator[tuple[int, str, int]]:
+    async def stream_choices(self, choices: list[Choice]) -> AsyncIterator[tuple[int, str, int]]:
         """Submit the requests and yield (index of the choice, new text, index of its first new token) as tokens are generated.
 
         At the time limit the choices end with the tokens they have; TimeoutError if there are none.
         """
         try:
-            async for i, update in self.worker.follow([c.request for c in choices], self.limits.timeout):
+            async for i, update in self.worker.submit_and_stream([c.request for c in choices], self.limits.timeout):
                 choice = choices[i]
                 if choice.finish is None:
                     yield i, choice.add_tokens(update.first, update.last, update.done), update.first
@@ -199,10 +199,10 @@ class Server:
 
         add("waiting", "gauge", "Sequences in the queue.", ("", len(s.waiting)))
         add("running", "gauge", "Sequences being generated.", ("", len(s.running)))
-        add("refused_total", "counter", "HTTP requests rejected with 429 or 503.", ("", self.n_rejected))
+        add("rejected_total", "counter", "HTTP requests rejected with 429 or 503.", ("", self.n_rejected))
         add("connections", "gauge", "Open connections.", ("", len(self.connections.active)))
         add(
-            "connections_cut_total",
+            "connections_closed_total",
             "counter",
             "Connections closed by a time limit or because too many were open.",
             ("", self.connections.n_closed),
@@ -214,7 +214,7 @@ class Server:
         add("calls_total", "counter", "Calls of the engine: loop steps, and passes through plain layers.", ("", c.calls))
         add("rows_total", "counter", "Rows (tokens) of all calls together.", ("", c.rows))
         add(
-            "batch_fill",
+            "running_ratio",
             "gauge",
             "Running sequences divided by max_num_seqs, at most 1.",
             ("", min(1.0, len(s.running) / s.max_num_seqs)),

@@ -104,7 +104,7 @@ class Worker:
         if len(self.scheduler.waiting) + requests > self.max_queue:
             raise Busy("too many requests are waiting")
 
-    async def follow(self, requests: list[Request], timeout: float) -> AsyncIterator[tuple[int, Update]]:
+    async def submit_and_stream(self, requests: list[Request], timeout: float) -> AsyncIterator[tuple[int, Update]]:
         """Submit requests and yield (index of the request, update) as tokens are generated. Closing the iterator cancels them."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[int] = asyncio.Queue()

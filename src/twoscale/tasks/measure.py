@@ -35,7 +35,7 @@ def predictions(model: LoopedGPT, ids: Tensor, places: Tensor, loops: int) -> Te
     if isinstance(model.stages[-1], LoopGroup) and model.config.n_groups == 1:  # every step is read from one pass
         seen = _Answers(0, places)
         model.hidden(ids, loops=loops, recorder=seen)
-        states = torch.stack([model.stages[-1].leave(x) for x in seen.states])
+        states = torch.stack([model.stages[-1].output(x) for x in seen.states])
         return model.head(states).argmax(dim=-1)
     taken = []
     for k in range(1, loops + 1):

@@ -61,7 +61,7 @@ class _States:
     def step(self, group: int, k: int, x: Tensor) -> None:
         if group == self.group.index:
             self.taken.append(x)
-            self.left.append(self.group.leave(x))
+            self.left.append(self.group.output(x))
 
     def stage(self, index: int, x: Tensor) -> None:
         pass

@@ -136,7 +136,7 @@ class NativeBlock(nn.Module):
         return out
 
 
-class NativeRows:
+class NativeRowKernels:
     """The rows of a batch for the C kernels: positions, caches and scratch memory, reused at every loop step."""
 
     def __init__(self, rows: "Rows", library: Library) -> None:
@@ -180,7 +180,7 @@ class NativeRows:
 class NativeAttention:
     """The attention of one layer: called directly, or used by a fused block through `view`."""
 
-    def __init__(self, rows: NativeRows, layer: int) -> None:
+    def __init__(self, rows: NativeRowKernels, layer: int) -> None:
         self.rows, self.layer = rows, layer
         self._view: KVView | None = None
 
@@ -256,7 +256,7 @@ class NativeKernels(TorchKernels):
         return NativeBlock(block, self.library)
 
     def bind(self, rows: "Rows") -> RowKernels:
-        return NativeRows(rows, self.library)  # type: ignore[return-value]
+        return NativeRowKernels(rows, self.library)  # type: ignore[return-value]
 
     def meter(self) -> Meter:
         return NativeMeter(self.library)

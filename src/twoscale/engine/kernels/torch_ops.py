@@ -80,7 +80,7 @@ class TorchKernels(Kernels):
         return block
 
     def bind(self, rows: "Rows") -> RowKernels:
-        return TorchRows(rows, self.batch_attention)
+        return TorchRowKernels(rows, self.batch_attention)
 
     def meter(self) -> Meter:
         return measure
@@ -105,7 +105,7 @@ class TorchKernels(Kernels):
             tensor[step : layer_cache.n_levels, :, at] = tensor[level, :, at]
 
 
-class TorchRows:
+class TorchRowKernels:
     """Attention of the rows of a batch: in decode one padded call per slab of caches, in prefill one call per sequence."""
 
     def __init__(self, rows: "Rows", batch_attention: bool) -> None:
