@@ -133,7 +133,7 @@ def test_one_entry_a_figure(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_report_value(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report returns a value with one line for a repr: path, figures and verdicts; there is no advice without a sweep."""
-    monkeypatch.setattr(registry, "FIGURES", registry.FIGURES[:1])
+    monkeypatch.setattr(registry, "FIGURES", tuple(registry.figures_of(load_run(run))[:1]))
     found = report([str(run)], str(tmp_path / "out"))
     one = found.runs[0]
     assert found.path == tmp_path / "out" / "index.html" and one.setting is None and one.advice == "" and one.folder == run
