@@ -10,7 +10,7 @@ Shapes: K steps, n tokens, F features.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from twoscale.config.files import write_json
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json
 from twoscale.exits.learned import FEATURES, HIDDEN, features, heads_of, score_of_state, state_features
+from twoscale.exits.rule import Numbers, StepView
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.evaluate import evaluate
 from twoscale.tradeoff.heldout import HeldOut
@@ -36,7 +37,6 @@ MAX_ROWS = 20_000  # that a head on the state is fitted to
 WINDOWS = 16  # of text
 SAMPLES = 128  # of a task
 HELD_BACK = 4  # every fourth sequence is not fitted to, and chooses between the kinds of heads
-KINDS = {"geometry": features, "state": state_features}  # the simpler one first
 
 
 def train_controller(model: LoopedGPT, text: HeldOut, loops: int) -> dict[str, Any]:
@@ -49,30 +49,43 @@ def train_controller(model: LoopedGPT, text: HeldOut, loops: int) -> dict[str, A
     sequence = torch.arange(len(text.ids))[:, None].expand_as(text.ids).flatten()
     fitted = sequence % HELD_BACK != HELD_BACK - 1
     found: list[dict[str, dict[str, Any]]] = [{} for _ in range(model.config.n_groups)]
-    for kind, read in KINDS.items():
-        for group, values in enumerate(record_signals(model, text, exits.Acceleration(0.0), loops, read)):
-            found[group][kind] = _fitted(kind, values, better, fitted)
+    for name, kind in KINDS.items():
+        for group, values in enumerate(record_signals(model, text, exits.Acceleration(0.0), loops, kind.features)):
+            found[group][name] = _fitted(kind, values, better, fitted)
     heads, told = [], []
     for each in found:
-        kind = min(each, key=lambda kind: float(each[kind]["loss"]))
-        heads.append(each[kind]["head"])
-        told.append(
-            {"kind": kind, "right": each[kind]["right"], "base": each[kind]["base"], "loss": {k: v["loss"] for k, v in each.items()}}
-        )
+        name = min(each, key=lambda name: float(each[name]["loss"]))
+        heads.append(each[name]["head"])
+        losses = {kind: values["loss"] for kind, values in each.items()}
+        told.append({"kind": name, "right": each[name]["right"], "base": each[name]["base"], "loss": losses})
     return {"features": list(FEATURES), "heads": heads, "told": told, "tokens": text.n_asked, "loops": loops,
             "margin": MARGIN, "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 
 
-def _fitted(kind: str, x: Tensor, y: Tensor, fitted: Tensor) -> dict[str, Any]:
-    """A head on features x (K, n, F) for labels y (K, n), and what it tells of the tokens that are not `fitted` (n,)."""
-    known = x.isfinite().all(dim=2)  # the geometry of the first step has nothing to compare with
-    inside, outside = known & fitted, known & ~fitted
-    head = fit(x[inside], y[inside]) if kind == "geometry" else fit_state(x[inside], y[inside])
-    score, labels = x[outside] @ head if kind == "geometry" else score_of_state(head, x[outside]), y[outside]
-    unknown = y[~known & ~fitted]  # where it cannot say anything the token stays
+@dataclass(frozen=True)
+class Kind:
+    """A kind of head."""
+
+    features: Callable[[StepView], list[Numbers]]
+    fit: Callable[[Tensor, Tensor], Tensor]
+    """(features (n, F), labels (n,)) -> weights."""
+    score: Callable[[Tensor, Tensor], Tensor]
+    """(weights, features (n, F)) -> (n,)."""
+
+
+def _fitted(kind: Kind, x: Tensor, y: Tensor, fitted: Tensor) -> dict[str, Any]:
+    """A head on features x (K, n, F) for labels y (K, n), and what it tells of the tokens that are not `fitted` (n,).
+
+    Kinds are compared from the second step on: the geometry of the first has nothing to compare with, and the token stays.
+    """
+    known = x.isfinite().all(dim=2)
+    head = kind.fit(x[known & fitted], y[known & fitted])
+    compared = known & ~fitted
+    compared[0] = False
+    score, labels = kind.score(head, x[compared]), y[compared]
     loss = float(F.binary_cross_entropy_with_logits(score, labels)) if len(labels) else math.inf
-    right = (float(((score > 0).float() == labels).sum()) + float(unknown.sum())) / max(1, len(labels) + len(unknown))
-    base = float(y[:, ~fitted].mean()) if (~fitted).any() else 0.0
+    right = float(((score > 0).float() == labels).float().mean()) if len(labels) else 0.0
+    base = float(labels.mean()) if len(labels) else 0.0
     return {"head": [float(f"{w:.6g}") for w in head], "loss": loss, "right": right, "base": max(base, 1 - base)}
 
 
@@ -94,6 +107,12 @@ def fit_state(x: Tensor, y: Tensor) -> Tensor:
     slopes = first[:, 1:] / std
     first = torch.cat((first[:, :1] - (slopes * mean).sum(dim=1, keepdim=True), slopes), dim=1)
     return torch.cat((first.flatten(), w[HIDDEN * z.shape[1] :]))
+
+
+KINDS = {  # the simpler one first
+    "geometry": Kind(features, fit, lambda head, x: x @ head),
+    "state": Kind(state_features, fit_state, score_of_state),
+}
 
 
 def _standardize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
