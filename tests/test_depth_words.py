@@ -166,13 +166,18 @@ def test_best_rule_on_states() -> None:
     ("time", "steps", "words"),
     [
         (0.3, 0.4, "a takes 40.0 % fewer steps and 30.0 % less time than b: 0.75 of the work saved is saved in time"),
-        (-0.1, 0.4, "a takes 40.0 % fewer steps and 10.0 % more time than b: its looks cost more than it saves"),
+        (-0.1, 0.4, "a takes 40.0 % fewer steps and 10.0 % more time than b"),
         (0.1, -0.1, "a takes no fewer steps than b on these tokens"),
     ],
 )
 def test_time(time: float, steps: float, words: str) -> None:
     """Time saved is quoted beside the steps saved; where no steps are saved there is no share."""
-    assert time_words(TimeSaved("a", "b", time, steps)).startswith(words)
+    assert time_words(TimeSaved("a", "b", time, steps)) == words
+    if steps > 0:
+        assert (
+            time_words(TimeSaved("a", "b", time, steps, False))
+            == "a takes 40.0 % fewer steps than b, with no measurable difference in time"
+        )
 
 
 def test_times_of_a_sweep() -> None:
@@ -185,6 +190,12 @@ def test_times_of_a_sweep() -> None:
     [found] = time_saved(sweep)
     assert (found.id, found.fixed) == ("cosine!", "fixed:12") and (found.time, found.steps) == pytest.approx((0.25, 1 / 3))
     assert found.share == pytest.approx(0.75) and "0.75 of the work saved" in said(sweep)
+    fixed, rule = sweep.point("fixed:12"), sweep.point("cosine!")
+    assert fixed is not None and rule is not None
+    fixed |= {"ms_low": 11.0, "ms_high": 13.0}
+    for high, words in ((10.9, "0.75 of the work saved"), (11.1, "no measurable difference in time")):
+        rule |= {"ms_low": 8.0, "ms_high": high}
+        assert words in said(sweep)
 
 
 def test_table() -> None:

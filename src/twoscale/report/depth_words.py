@@ -235,9 +235,10 @@ def time_words(t: TimeSaved) -> str:
     """Time and steps that a rule saves beside the best fixed depth."""
     if t.steps <= 0:
         return f"{t.id} takes no fewer steps than {t.fixed} on these tokens"
+    if not t.measured:
+        return f"{t.id} takes {percent(t.steps)} fewer steps than {t.fixed}, with no measurable difference in time"
     if t.time <= 0:
-        longer = f"{percent(t.steps)} fewer steps and {percent(-t.time)} more time"
-        return f"{t.id} takes {longer} than {t.fixed}: its looks cost more than it saves"
+        return f"{t.id} takes {percent(t.steps)} fewer steps and {percent(-t.time)} more time than {t.fixed}"
     saved = f"{percent(t.steps)} fewer steps and {percent(t.time)} less time"
     return f"{t.id} takes {saved} than {t.fixed}: {t.share:.2f} of the work saved is saved in time"
 

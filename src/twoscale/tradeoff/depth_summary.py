@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from twoscale.config.words import plural
+from twoscale.tradeoff.choice import below
 from twoscale.tradeoff.summary import Sweep
 
 GEOMETRY = ("step-norm", "acceleration", "cosine")  # rules on states alone, without a head and without training
@@ -159,6 +160,8 @@ class TimeSaved:
     """Share of the time that is saved; below 0 where it takes longer."""
     steps: float
     """Share of the steps that is saved."""
+    measured: bool = True
+    """Whether the times differ by whole intervals."""
 
     @property
     def share(self) -> float | None:
@@ -173,7 +176,13 @@ def time_saved(sweep: Sweep) -> list[TimeSaved]:
     if fixed is None:
         return []
     return [
-        TimeSaved(p["id"], fixed["id"], 1 - p["ms"] / fixed["ms"], 1 - p["timed_steps"] / fixed["timed_steps"])
+        TimeSaved(
+            p["id"],
+            fixed["id"],
+            1 - p["ms"] / fixed["ms"],
+            1 - p["timed_steps"] / fixed["timed_steps"],
+            below(p, fixed, "ms") or below(fixed, p, "ms"),
+        )
         for p in timed.values()
         if p["family"] not in BASE
     ]
