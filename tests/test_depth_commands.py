@@ -1,6 +1,5 @@
 """`sweep`, `calibrate`, `trace` and `report` on a run of a task: values, files, resumption, bad input."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,8 +8,8 @@ import pytest
 
 import twoscale
 from conftest import CommandLine, is_one_line
+from training import tiny_hops
 from twoscale import exits
-from twoscale.config import HopsConfig, presets
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
 from twoscale.tradeoff import commands
@@ -30,14 +29,8 @@ SHORT = ("--loops", "4", "--samples", "6", "--rounds", "1", "--max-accuracy-drop
 @pytest.fixture(scope="module")
 def task_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps on a tiny hops."""
-    base, task = presets.hops(), HopsConfig(4, 3, 2)
-    model = dataclasses.replace(base.model, vocab_size=task.vocab_size, block_size=task.length, n_embd=16, n_head=2, mean_loops=3)
-    train = dataclasses.replace(
-        base.train, steps=2, warmup_steps=1, decay_steps=1, loops_ramp=0, batch_size=4, eval_sequences=4, staircase_samples=8,
-        staircase_loops=4, geometry_loops=6,
-    )  # fmt: skip
     run = tmp_path_factory.mktemp("depth") / "run"
-    start_run(dataclasses.replace(base, model=model, train=train, hops=task), run, probes=[probe_geometry])
+    start_run(tiny_hops(staircase_loops=4, geometry_loops=6), run, probes=[probe_geometry])
     return run
 
 

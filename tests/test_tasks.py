@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import twoscale
 from conftest import CommandLine, small_model
+from training import tiny_hops
 from twoscale.cli.train import TrainArgs, parse_train
 from twoscale.config import HopsConfig, ObjectiveConfig, RunConfig, UserError, presets
 from twoscale.tasks import Carry, Hops, Staircase
@@ -200,14 +201,8 @@ def test_presets_train(name: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def task_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps on a tiny hops."""
-    base, task = presets.hops(), HopsConfig(4, 3, 2)
-    model = dataclasses.replace(base.model, vocab_size=task.vocab_size, block_size=task.length, n_embd=16, n_head=2, mean_loops=3)
-    train = dataclasses.replace(
-        base.train, steps=2, warmup_steps=1, decay_steps=1, loops_ramp=0, batch_size=4, eval_sequences=4, staircase_samples=8,
-        objective=ObjectiveConfig("every_step"),
-    )  # fmt: skip
     run = tmp_path_factory.mktemp("task") / "run"
-    start_run(dataclasses.replace(base, model=model, train=train, hops=task), run)
+    start_run(tiny_hops(objective=ObjectiveConfig("every_step")), run)
     return run
 
 

@@ -1,4 +1,4 @@
-"""Runs of the nano preset in processes of their own."""
+"""Short runs, and runs of the nano preset in processes of their own."""
 
 import dataclasses
 import time
@@ -6,8 +6,18 @@ from pathlib import Path
 
 from conftest import nano_run
 from forked import Forked
-from twoscale.config import RunConfig, TrainConfig
+from twoscale.config import HopsConfig, RunConfig, TrainConfig, presets
 from twoscale.config.serial import read_jsonl
+
+
+def tiny_hops(**train: object) -> RunConfig:
+    """Two steps on a tiny hops, with these training settings."""
+    base, task = presets.hops(), HopsConfig(4, 3, 2)
+    model = dataclasses.replace(base.model, vocab_size=task.vocab_size, block_size=task.length, n_embd=16, n_head=2, mean_loops=3)
+    settings: dict[str, object] = {
+        "steps": 2, "warmup_steps": 1, "decay_steps": 1, "loops_ramp": 0, "batch_size": 4, "eval_sequences": 4, "staircase_samples": 8,
+    }  # fmt: skip
+    return dataclasses.replace(base, model=model, train=dataclasses.replace(base.train, **(settings | train)), hops=task)  # type: ignore[arg-type]
 
 
 def losses(run: Path) -> list[float]:
