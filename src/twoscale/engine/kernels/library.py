@@ -36,9 +36,10 @@ preloaded."""
 MAX_FUSED_ROWS = 512
 """Up to this many rows a block is one fused call; more rows use one call per operator, which needs less scratch memory."""
 
-PANEL = 16  # outputs of a panel, as in native.c
+PANEL = 16  # outputs of a panel, as in matmul.c
 HUGE_PAGE = 2 << 20  # bytes
-SOURCES = ("team.c", "native.c", "sample.c", "fingerprint.c")  # one translation unit, in this order
+SOURCES = ("team.c", "vector.c", "matmul.c", "rowwise.c", "attention.c", "block.c", "sample.c", "fingerprint.c")
+"""One translation unit, in this order."""
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
 _SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3", "-DNDEBUG")
 FLAGS = (*_SPEED, *_CHECKS, "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread", "-w")
@@ -61,7 +62,7 @@ _SIGNATURES = {
 
 
 class BlockWeights(ctypes.Structure):
-    """The struct Block of native.c: sizes and weights of a block. gain1 .. gain4 are the gains of `Block.norm1` .. `Block.norm4`."""
+    """The struct Block of block.c: sizes and weights of a block. gain1 .. gain4 are the gains of `Block.norm1` .. `Block.norm4`."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("C", "H", "J", "D", "M", "gated", "norm_after_add")),
@@ -71,7 +72,7 @@ class BlockWeights(ctypes.Structure):
 
 
 class KVView(ctypes.Structure):
-    """The struct KVView of native.c: where rows write keys and values, and what they attend to."""
+    """The struct KVView of attention.c: where rows write keys and values, and what they attend to."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("part", "capacity", "position", "keys", "values")),

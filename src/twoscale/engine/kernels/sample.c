@@ -1,6 +1,6 @@
 /* Sampling: the next token of every row from its logits, each row with its own settings.
  *
- * Compiled together with native.c, which comes first. A row is handled by one thread in one order, so its token depends on its own logits,
+ * Compiled after vector.c. A row is handled by one thread in one order, so its token depends on its own logits,
  * settings and uniform number alone. Tokens are drawn by the cumulative sum of their weights in vocabulary order; nothing is sorted but the
  * few tokens at the cutoff of top_p.
  *

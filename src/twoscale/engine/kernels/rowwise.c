@@ -1,0 +1,135 @@
+/* Operations on each row by itself: RMSNorm, residual add, SiLU, and the norms that exit rules look at. */
+
+static void rms_norm_row(int C, const float *x, const float *gain, float eps, float *y) {
+    v8 sum = splat(0);
+    int i = 0;
+    for (; i + 8 <= C; i += 8) { v8 v = load(x + i); sum += v * v; }
+    float s = horizontal_sum(sum);
+    for (; i < C; i++) s += x[i] * x[i];
+    float scale = 1.0f / sqrtf(s / C + eps);
+    for (i = 0; i + 8 <= C; i += 8) store(y + i, load(x + i) * splat(scale) * load(gain + i));
+    for (; i < C; i++) y[i] = x[i] * scale * gain[i];
+}
+
+/* out = norm(x + y) with `norm_after_add`, else x + norm(y); no norm if `gain` is null */
+static void residual_norm_row(int C, int norm_after_add, const float *x, const float *y, const float *gain, float eps, float *out) {
+    if (norm_after_add || !gain) {
+        for (int i = 0; i < C; i++) out[i] = x[i] + y[i];
+        if (gain) rms_norm_row(C, out, gain, eps, out);
+    } else {
+        rms_norm_row(C, y, gain, eps, out);
+        for (int i = 0; i < C; i++) out[i] += x[i];
+    }
+}
+
+/* Channels from .. to - 1 of silu(h[:M]), or of silu(h[:M]) * h[M:] if gated; y may be h. */
+static void silu_row(int from, int to, int M, int gated, const float *h, float *y) {
+    int i = from;
+    for (; i + 8 <= to; i += 8) {
+        v8 x = load(h + i), s = x / (splat(1.0f) + vexp(-x));
+        store(y + i, gated ? s * load(h + M + i) : s);
+    }
+    for (; i < to; i++) {
+        float s = h[i] / (1.0f + vexp(splat(-h[i]))[0]);
+        y[i] = gated ? s * h[M + i] : s;
+    }
+}
+
+/* Arguments of the row-wise kernels; each uses some of them. */
+typedef struct {
+    int n, C;
+    int option;             /* silu: gated; residual_norm: norm_after_add */
+    const float *in;        /* (n, C), silu: (n, C) or (n, 2 C); measure: before */
+    const float *in2;       /* (n, C), measure only: after */
+    const float *gain;      /* (C,), of the RMSNorm; null: no norm */
+    const float *next_gain; /* (C,), residual_norm only: of the RMSNorm of the next branch's input; null: no such norm */
+    float eps;              /* of the RMSNorms */
+    float *out;             /* (n, C); measure: norms (n, 4) */
+    float *in_out;          /* (n, C), residual_norm: the branch's output, then the next branch's input; measure: the last step, then this one */
+} RowWise;
+
+static void silu_task(const void *arguments, Thread *self) {
+    const RowWise *r = arguments;
+    int in_width = r->option ? 2 * r->C : r->C;
+    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &s))
+        for (int t = s.first; t < s.last; t++) silu_row(0, r->C, r->C, r->option, r->in + (long)t * in_width, r->out + (long)t * r->C);
+    finish_phase(self, &s);
+}
+
+/* y = silu(x) for n rows of M, or silu(x[:M]) * x[M:] where x has 2 M columns; y may be x where it has M. */
+void silu(int threads, int n, int M, int gated, const float *x, float *y) {
+    RowWise r = {.n = n, .C = M, .option = gated, .in = x, .out = y};
+    RUN_TASK(threads, silu_task, r);
+}
+
+static void rms_norm_task(const void *arguments, Thread *self) {
+    const RowWise *r = arguments;
+    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &s))
+        for (int t = s.first; t < s.last; t++) rms_norm_row(r->C, r->in + (long)t * r->C, r->gain, r->eps, r->out + (long)t * r->C);
+    finish_phase(self, &s);
+}
+
+/* y = RMSNorm(x) for n rows */
+void rms_norm(int threads, int n, int C, const float *x, const float *gain, float eps, float *y) {
+    RowWise r = {.n = n, .C = C, .in = x, .gain = gain, .eps = eps, .out = y};
+    RUN_TASK(threads, rms_norm_task, r);
+}
+
+static void residual_norm_task(const void *arguments, Thread *self) {
+    const RowWise *r = arguments;
+    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &s))
+        for (int t = s.first; t < s.last; t++) {
+            long at = (long)t * r->C;
+            residual_norm_row(r->C, r->option, r->in + at, r->in_out + at, r->gain, r->eps, r->out + at);
+            if (r->next_gain) rms_norm_row(r->C, r->out + at, r->next_gain, r->eps, r->in_out + at);
+        }
+    finish_phase(self, &s);
+}
+
+/* Residual add and norm: out = norm(x + y) or x + norm(y). If `next_gain` is given, also y = norm(out) with that gain, the
+ * next branch's input. */
+void residual_norm(int threads, int n, int C, int norm_after_add, const float *x, float *y, const float *gain,
+                   const float *next_gain, float eps, float *out) {
+    RowWise r = {.n = n, .C = C, .option = norm_after_add, .in = x, .gain = gain, .next_gain = next_gain, .eps = eps, .out = out, .in_out = y};
+    RUN_TASK(threads, residual_norm_task, r);
+}
+
+/* One row of `measure`. */
+static void measure_row(int C, const float *before, const float *after, float *last, float *norms) {
+    v8 sums[4] = {splat(0), splat(0), splat(0), splat(0)};
+    float rest[4] = {0, 0, 0, 0};
+    int i = 0;
+    for (; i + 8 <= C; i += 8) {
+        v8 x = load(before + i), step = load(after + i) - x, old = load(last + i), change = step - old;
+        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(change, change, sums[1]);
+        sums[2] = fma8(old, old, sums[2]), sums[3] = fma8(x, x, sums[3]);
+        store(last + i, step);
+    }
+    for (; i < C; i++) {
+        float step = after[i] - before[i], change = step - last[i];
+        rest[0] += step * step, rest[1] += change * change, rest[2] += last[i] * last[i], rest[3] += before[i] * before[i];
+        last[i] = step;
+    }
+    for (int j = 0; j < 4; j++) norms[j] = sqrtf(horizontal_sum(sums[j]) + rest[j]);
+}
+
+static void measure_task(const void *arguments, Thread *self) {
+    const RowWise *r = arguments;
+    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &s))
+        for (int t = s.first; t < s.last; t++) {
+            long at = (long)t * r->C;
+            measure_row(r->C, r->in + at, r->in2 + at, r->in_out + at, r->out + 4L * t);
+        }
+    finish_phase(self, &s);
+}
+
+/* Norms for the exit rules, norms (n, 4): ||step||, ||step - last||, ||last||, ||before|| with step = after - before; then last = step.
+ * NaN in `last` gives NaN. */
+void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *norms) {
+    RowWise r = {.n = n, .C = C, .in = before, .in2 = after, .in_out = last, .out = norms};
+    RUN_TASK(threads, measure_task, r);
+}
