@@ -24,7 +24,7 @@ from twoscale.config.run_folder import RunFolder
 class TrainArgs:
     """Train a looped GPT. The same command in the same folder goes on where it stopped."""
 
-    preset: Literal["nano", "tiny", "small", "paper", "hops", "carry", "hops-paper"] = "tiny"
+    preset: Literal["nano", "tiny", "huginn", "small", "paper", "hops", "carry", "hops-paper"] = "tiny"
     """The settings to start from; every one of them can be changed below. With --task and without --preset: the task's own."""
     out: Path | None = None
     """Folder of the run; runs/NAME by default."""

@@ -16,6 +16,7 @@ Shapes: L level, J key/value heads, T position, D head width.
 """
 
 import re
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -162,6 +163,7 @@ class Cache:
         like = torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like
         shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or TorchKernels()
         self.layers = [LayerCache(i, shape, n, like, kernels) for i, n in enumerate(levels_of(config, params))]
+        self.group_layers = config.groups
 
     def allocate(self) -> None:
         """Allocate the first level of all layers. Deeper levels are allocated when a token reaches them."""
@@ -175,11 +177,24 @@ class Cache:
         self.length += n
         return self.length - n
 
-    def rewind(self, length: int) -> None:
-        """Truncate the sequence to `length` tokens. The tokens that come next overwrite the old keys and values."""
+    def rewind(self, length: int, deepest: Sequence[int] | None = None) -> None:
+        """Truncate the sequence to `length` tokens. The tokens that come next overwrite the old keys and values.
+
+        `deepest` is, for each group, the most loop steps of the tokens that stay: with kv="exact" levels that only later tokens have
+        reached are dropped too. Their memory stays allocated.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"a sequence of {self.length} tokens cannot be rewound to {length}")
         self.length = length
+        for layers, steps in zip(self.group_layers, deepest or (), strict=deepest is not None):
+            for layer in layers:
+                self.layers[layer].n_levels = min(self.layers[layer].n_levels, steps)
+
+    def view(self, params: "LoopParams") -> "Cache":
+        """The same keys and values for passes with other loop parameters; the length of the view is its own."""
+        new = copy(self)
+        new.params = params
+        return new
 
     def copy(self) -> "Cache":
         """A copy with its own memory."""

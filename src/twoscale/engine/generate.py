@@ -19,6 +19,7 @@ from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.kernels import KernelName
 from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params, split_stop
 from twoscale.engine.scheduler import Scheduler, run_until_done
+from twoscale.engine.speculation import Speculation, SpeculationStats, check_speculation
 from twoscale.engine.text import TextStream
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
@@ -50,6 +51,8 @@ class Generation(OneLine):
     """For each new token: (token, log-probability) of itself, then of the most likely tokens; None unless requested."""
     texts: list[str] | None = None
     """The generated text, cut before a stop string; None without a tokenizer."""
+    speculation: SpeculationStats = SpeculationStats()
+    """What speculation did, for all sequences together."""
 
     def __post_init__(self) -> None:
         assert all(len(t) == len(s) for t, s in zip(self.tokens, self.steps, strict=True))
@@ -72,18 +75,20 @@ def generate(
     tokenizer: Tokenizer | None = None,
     callback: Callback | None = None,
     kernels: KernelName = "auto",
+    speculate: str | Speculation = "off",
 ) -> Generation:
     """Continue every prompt by at most `max_new_tokens` tokens.
 
     `exit` and `loops` are as in `forward`; `kv` says which keys and values are cached (`exact`, `last`, `ring:n`). Generation of a sequence
     stops at any token or string of `stop`. `callback(batch_index, token, steps)` is called for every new token. `seed` is the seed of the
     start states and of the sampling; equal prompts in one batch draw different tokens. With a `tokenizer` prompts and stops may be strings.
+    `speculate` (`off`, `auto`, `wavefront`, `draft:m`, `lookup:n`) guesses tokens ahead; tokens, steps and logits are the same to the bit.
     """
     stop_token_ids, stop_strings = split_stop(stop)
     sampling = SamplingParams(temperature, top_k, top_p, seed, max_new_tokens, stop_token_ids, stop_strings, logprobs)
     params = loop_params(model, exit=exit, loops=loops, kv=kv, seed=seed)
     scheduler = offline_scheduler(model, kernels)
-    requests = make_requests(model, ids, sampling, params, tokenizer)
+    requests = make_requests(model, ids, sampling, params, tokenizer, speculate)
     streams = [track_tokens(request, tokenizer, callback) for request in requests]
     run_until_done(scheduler, requests)
     return Generation(
@@ -95,13 +100,18 @@ def generate(
         scheduler.peak_cache_bytes,
         None if logprobs is None else [r.logprobs for r in requests],
         None if tokenizer is None else [s.text for s in streams if s is not None],
+        sum((r.speculation for r in requests), SpeculationStats()),
     )
 
 
-def stream(model: LoopedGPT, prompt: Sequence[int], sampling: SamplingParams, params: LoopParams) -> Iterator[Request]:
-    """Generate lazily: yields the request after each new token, and computes the next token only when asked for it."""
+def stream(
+    model: LoopedGPT, prompt: Sequence[int], sampling: SamplingParams, params: LoopParams, speculate: str | Speculation = "off"
+) -> Iterator[Request]:
+    """Generate lazily: yields the request after each step that gave new tokens, and computes the next ones only when asked for them.
+
+    A step gives one token, with speculation (`speculate` as in `generate`) one or several."""
     scheduler = offline_scheduler(model)
-    (request,) = make_requests(model, [prompt], sampling, params)
+    (request,) = make_requests(model, [prompt], sampling, params, speculate=speculate)
     scheduler.add(request)
 
     def tokens() -> Iterator[Request]:
@@ -110,7 +120,7 @@ def stream(model: LoopedGPT, prompt: Sequence[int], sampling: SamplingParams, pa
             if request.error is not None:
                 raise request.error
             if len(request.tokens) > n:
-                n += 1
+                n = len(request.tokens)
                 yield request
 
     return tokens()
@@ -124,9 +134,15 @@ def offline_scheduler(model: LoopedGPT, kernels: KernelName = "auto") -> Schedul
 
 
 def make_requests(
-    model: LoopedGPT, ids: Tokens, sampling: SamplingParams, params: LoopParams, tokenizer: Tokenizer | None = None
+    model: LoopedGPT,
+    ids: Tokens,
+    sampling: SamplingParams,
+    params: LoopParams,
+    tokenizer: Tokenizer | None = None,
+    speculate: str | Speculation = "off",
 ) -> list[Request]:
     """A request for every prompt; equal prompts draw different tokens."""
+    speculation = check_speculation(speculate, model.config, params)
     if sampling.stop and tokenizer is None:
         raise UserError("a stop string needs the model's tokenizer: give tokenizer=, or stop at token ids")
     tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
@@ -134,7 +150,8 @@ def make_requests(
     copies: Counter[tuple[int, ...]] = Counter()
     requests, client = [], Client()
     for i, prompt in enumerate(prompts):
-        requests.append(Request(prompt, sampling, params, sample_index=copies[tuple(prompt)], batch_index=i, client=client))
+        sample_index = copies[tuple(prompt)]
+        requests.append(Request(prompt, sampling, params, sample_index, i, client=client, speculate=speculation))
         copies[tuple(prompt)] += 1
     return requests
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.config.show import OneLine
 from twoscale.engine.cache import Cache, parse_kv
+from twoscale.engine.speculation import OFF, Speculation, SpeculationStats
 from twoscale.exits import Exit, Gate, Rule, plan
 from twoscale.model import LoopedGPT
 from twoscale.model.noise import fold
@@ -152,6 +153,8 @@ class Request(OneLine):
     on_token: Callable[["Request"], Any] | None = None
     """Called in the scheduler's thread after every new token and at the end. It may stop the request by setting `finish`."""
     client: Client = field(default_factory=Client)
+    speculate: Speculation = OFF
+    """How tokens are guessed ahead (`speculation`); the result does not depend on it."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[tuple[int, ...]] = field(default_factory=list)
@@ -160,6 +163,8 @@ class Request(OneLine):
     """For each prompt token, its loop steps in each group; the last entry is also the first of `steps`."""
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """For each new token: (token, log-probability) of itself, then of the most likely tokens."""
+    speculation: SpeculationStats = SpeculationStats()
+    """What speculation has done so far."""
     finish: str = ""
     """Finish reason: `stop`, `length`, `cancelled` or `error`; empty while it is running."""
     error: Exception | None = None
@@ -194,10 +199,9 @@ class Request(OneLine):
             return self.prompt[self.n_computed : self.n_computed + 1]
         return self.prompt[self.n_computed : (self.n_computed // chunk + 1) * chunk if self.params.kv == "exact" else None]
 
-    @property
-    def draw(self) -> Draw:
-        """Sampling parameters and random key of its next token."""
-        return Draw(self.sampling, self.sample_index, len(self.tokens))
+    def draw(self, ahead: int = 0) -> Draw:
+        """Sampling parameters and random key of its next token, or of the one `ahead` places later."""
+        return Draw(self.sampling, self.sample_index, len(self.tokens) + ahead)
 
     def append(self, token: int, logits: Tensor, steps: tuple[int, ...]) -> None:
         """Append a token that was sampled from logits (V,)."""

@@ -20,17 +20,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.engine.batch import Batch, InFlight
 from twoscale.engine.cache import bytes_per_token
+from twoscale.engine.drafting import Drafter
 from twoscale.engine.engine import Engine
 from twoscale.engine.fair import QUANTUM, FairShares, select_for_batch
 from twoscale.engine.kernels import DecodeCopy, KernelName
 from twoscale.engine.policy import policy_of
-from twoscale.engine.request import Client, Request
+from twoscale.engine.request import Client, Draw, Request
 from twoscale.engine.rows import Rows
-from twoscale.engine.sample import sample
+from twoscale.engine.sample import Sampled, sample
+from twoscale.engine.speculation import OFF
 from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
@@ -102,6 +105,8 @@ class Scheduler:
         """MAX_TOKENS_AHEAD as virtual time."""
         self._in_batch: set[Request] = set()
         """The running requests that have tokens in a batch; the others are idle."""
+        self._drafters: dict[Request, Drafter] = {}
+        """The running requests that speculate."""
         self._new_arrivals = False
         self._lock = threading.Lock()
 
@@ -136,7 +141,7 @@ class Scheduler:
         with self._lock:
             requests = [*self.running, *self.waiting]
             self.running, self.waiting, self.batches = [], deque(), []
-            self._in_batch = set()
+            self._in_batch, self._drafters = set(), {}
         return requests
 
     def _bytes(self, request: Request) -> int:
@@ -156,12 +161,7 @@ class Scheduler:
             batch, until_virtual_time = self._next_batch()
             involved = [chunk.request for chunk in batch.chunks if chunk.request is not None]
             done = self._advance(batch, until_virtual_time)
-            failures, batch.failures = batch.failures, []
-            for request, error in failures:
-                if not self.isolate_errors:
-                    raise error
-                LOG.error("a request has failed", exc_info=error)
-                self._finish(request, "error", error)
+            self._handle_failures(batch)
             self._append_tokens(chunk for chunk in done if chunk.request in self.running)
         except Exception as error:  # the cause may be any request of this batch; the others go on
             if not self.isolate_errors:
@@ -203,10 +203,11 @@ class Scheduler:
         for request in requests:
             if request.in_prefill and budget <= 0:
                 continue  # in a later batch
-            new = request.next_tokens(self.prefill_chunk)
+            drafter = None if request.in_prefill else self._drafters.get(request)
+            cache, new = (request.cache, request.next_tokens(self.prefill_chunk)) if drafter is None else drafter.next_pass()
             budget -= len(new) if request.in_prefill else 0
-            assert request.cache is not None
-            entries.append((request.batch_index, request.cache, new, request))
+            assert cache is not None
+            entries.append((request.batch_index, cache, new, request))
             self._in_batch.add(request)
         if entries:
             with torch.inference_mode():
@@ -250,47 +251,79 @@ class Scheduler:
         return done
 
     def _append_tokens(self, done: Iterable[InFlight]) -> None:
-        """Sample the next token of the requests whose prefill is done."""
-        ready: list[tuple[Request, InFlight]] = []
+        """Sample the next tokens of the requests whose prefill is done: one, or with speculation one for each row of a verification."""
+        ready: list[tuple[Request, InFlight, list[Draw]]] = []
         for chunk in done:
             request = chunk.request
             assert request is not None
             self._in_batch.discard(request)
-            in_prefill = request.in_prefill
-            request.n_computed += chunk.part.count
-            self.counters.processed_tokens += chunk.part.count
-            if in_prefill:
+            drafter = None if request.in_prefill else self._drafters.get(request)
+            if request.in_prefill:
+                request.n_computed += chunk.part.count
                 request.prompt_steps += chunk.steps_of_tokens()
-            if not request.in_prefill:
-                ready.append((request, chunk))
+                self.counters.processed_tokens += chunk.part.count
+                if request.in_prefill:
+                    continue
+            ready.append((request, chunk, [request.draw()] if drafter is None else drafter.draws(chunk.part.cache, chunk.part.count)))
         if not ready:
             return
         with torch.inference_mode(), self.counters.timed():
-            final = [chunk.final_states[-1:] for _, chunk in ready]
+            final = [chunk.final_states[-len(draws) :] for _, chunk, draws in ready]
             states = final[0] if len(ready) == 1 else torch.cat(final)
             logits = self.engine.model.head(states).float()
-            sampled = sample(logits, [request.draw for request, _ in ready])
-        for i, (request, chunk) in enumerate(ready):
-            if not sampled.finite[i]:
+            sampled = sample(logits, [draw for _, _, draws in ready for draw in draws])
+        last = 0
+        for request, chunk, draws in ready:
+            first, last = last, last + len(draws)
+            drafter = self._drafters.get(request)
+            if drafter is not None and drafter.is_draft(chunk.part.cache):
+                drafter.add_draft(sampled.tokens[first], chunk.steps)
+            else:
+                self._append_row_tokens(request, chunk, sampled, logits, range(first, last))
+
+    def _append_row_tokens(self, request: Request, chunk: InFlight, sampled: Sampled, logits: Tensor, rows: range) -> None:
+        """Append the tokens that were sampled from the last rows of a chunk, until one of them is not the token of the next row."""
+        n, first_new = chunk.part.count, len(request.tokens)
+        tokens, steps = chunk.ids[1].tolist(), chunk.steps_of_tokens()
+        for i, row in enumerate(rows, start=n - len(rows)):
+            if not sampled.finite[row]:
                 self._finish(request, "error", UserError(NOT_FINITE))
-                continue
-            request.append(sampled.tokens[i], logits[i], tuple(steps[-1] for steps in chunk.steps))
+                return
+            if request.tokens:  # the first new token is sampled from the prompt's last, which is counted already
+                request.n_computed += 1
+                self.counters.processed_tokens += 1
+            request.append(sampled.tokens[row], logits[row], steps[i])
             self.counters.tokens += 1
             if not request.finish and request.on_token is not None:
                 request.on_token(request)  # it may set `finish`
-            if request.finish:
-                self._finish(request, request.finish)
+            if request.finish or i + 1 == n or sampled.tokens[row] != tokens[i + 1]:
+                break
+        if first_new and (drafter := self._drafters.get(request)) is not None:
+            drafter.verified(len(request.tokens) - first_new, chunk.steps)
+        if request.finish:
+            self._finish(request, request.finish)
+
+    def _handle_failures(self, batch: Batch) -> None:
+        """End the requests of a batch that have failed. One that failed on guesses goes on without them."""
+        failures, batch.failures = batch.failures, []
+        for request, error in failures:
+            drafter = self._drafters.get(request)
+            if drafter is not None and not request.in_prefill and drafter.abandon():
+                self._drop_tokens(request)
+                del self._drafters[request]
+                continue
+            if not self.isolate_errors:
+                raise error
+            LOG.error("a request has failed", exc_info=error)
+            self._finish(request, "error", error)
 
     # -- finishing -----------------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, finish: str, error: Exception | None = None) -> None:
         """End a running request."""
         request.ended = time.perf_counter()
-        if request in self._in_batch:
-            self._in_batch.discard(request)
-            for batch in self.batches:
-                batch.drop(request)
-            self.batches = [batch for batch in self.batches if batch.chunks]
+        self._drop_tokens(request)
+        self._drafters.pop(request, None)
         cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until a request ends
         self.peak_cache_bytes = max(self.peak_cache_bytes, cache_bytes)
         self.running.remove(request)
@@ -300,6 +333,14 @@ class Scheduler:
         request.error, request.finish = error, finish
         if request.on_token is not None:
             request.on_token(request)
+
+    def _drop_tokens(self, request: Request) -> None:
+        """Remove the tokens of a request from its batch."""
+        if request in self._in_batch:
+            self._in_batch.discard(request)
+            for batch in self.batches:
+                batch.drop(request)
+            self.batches = [batch for batch in self.batches if batch.chunks]
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         """End requests with an error, and drop their batches."""
@@ -340,6 +381,8 @@ class Scheduler:
             try:
                 request.cache = self.engine.new_cache(request.capacity, request.params)
                 request.cache.allocate()  # now, so that a failure belongs to this request
+                if request.speculate != OFF:
+                    self._drafters[request] = Drafter(request, self.engine.config)
             except Exception as error:
                 if not self.isolate_errors:
                     raise

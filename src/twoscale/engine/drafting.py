@@ -1,0 +1,130 @@
+"""Draft and verify: the passes of a request that guesses tokens ahead, and what is kept of them.
+
+A cycle: the guesses are made (`Draft`: one pass at a small depth for each, in the request's own cache; `Lookup`: for free), then one pass at
+full depth over the newest token and all guesses. It gives the true token after each of them. The longest right prefix stays, and
+the cache is rewound to it.
+
+    cache, tokens = drafter.next_pass()       # a draft, or the verification
+    drafter.add_draft(token)                  # what a draft pass has drawn
+    drafter.verified(chunk, kept)             # the first `kept` rows of a verification are right
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from twoscale.config import ModelConfig
+from twoscale.engine.cache import Cache
+from twoscale.engine.request import Draw, LoopParams, Request
+from twoscale.engine.speculation import Draft, Lookup, Speculation, SpeculationStats
+
+
+def draft_params(params: LoopParams, steps: int) -> LoopParams:
+    """Loop parameters of a draft: at most `steps` loop steps in each group, without exit rules."""
+    return replace(params, rules=(None,) * len(params.rules), loops=tuple(min(steps, loops) for loops in params.loops))
+
+
+def look_up(tokens: Sequence[int], ngram: int, n: int) -> list[int]:
+    """At most n tokens that followed the last `ngram` tokens where these occurred last before; empty if they did not."""
+    last = list(tokens[-ngram:])
+    for end in range(len(tokens) - 1, ngram - 1, -1):
+        if tokens[end - 1] == last[-1] and list(tokens[end - ngram : end]) == last:
+            return list(tokens[end : end + n])
+    return []
+
+
+class Drafter:
+    """The speculation of one request while it decodes."""
+
+    def __init__(self, request: Request, config: ModelConfig) -> None:
+        self.request = request
+        self.guesses: list[int] = []
+        """Guesses of this cycle that are not verified yet."""
+        self._drafts_left: int | None = None
+        """Draft passes until the verification; None: the cycle has not begun."""
+        self._draft_cache: Cache | None = None
+        self._deepest = [0] * config.n_groups
+        """For each group, the most loop steps of a token whose keys and values are kept."""
+        self._n_counted = 0
+        self._plain_stages = sum(group is None for _, group in config.stages)
+
+    @property
+    def plan(self) -> Speculation:
+        """What this cycle does."""
+        return self.request.speculate
+
+    # -- passes --------------------------------------------------------------------------------------------------
+
+    def next_pass(self) -> tuple[Cache, list[int]]:
+        """The cache and the tokens of the next pass: a draft's, or the verification's."""
+        request = self.request
+        assert request.cache is not None
+        if self._drafts_left is None:
+            self._begin_cycle()
+        if self._drafts_left:
+            assert self._draft_cache is not None
+            return self._draft_cache, self.guesses[-1:] or request.tokens[-1:]
+        return request.cache, [request.tokens[-1], *self.guesses]
+
+    def _begin_cycle(self) -> None:
+        request, plan = self.request, self.plan
+        # The last new token never goes through the network, so a pass of n rows is of use while n more tokens are wanted.
+        most = request.sampling.max_new_tokens - len(request.tokens) - 1
+        self.guesses, self._drafts_left = [], 0
+        if isinstance(plan, Lookup) and most:
+            self.guesses = self._without_stop(look_up([*request.prompt, *request.tokens], plan.ngram, min(plan.tokens, most)))
+        elif isinstance(plan, Draft) and most:
+            assert request.cache is not None
+            self._drafts_left = min(plan.tokens, most)
+            self._draft_cache = request.cache.view(draft_params(request.params, plan.steps))
+
+    def _without_stop(self, guesses: list[int]) -> list[int]:
+        """The guesses before a stop token: nothing comes after it."""
+        stops = self.request.sampling.stop_token_ids
+        return guesses[: next((i for i, token in enumerate(guesses) if token in stops), None)]
+
+    def is_draft(self, cache: Cache) -> bool:
+        """Whether a pass with this cache was a draft."""
+        return cache is self._draft_cache
+
+    def draws(self, cache: Cache, n: int) -> list[Draw]:
+        """The random keys of what a pass of n rows with this cache draws: those of plain decoding at the same places."""
+        first = len(self.guesses) if self.is_draft(cache) else 0
+        return [self.request.draw(first + i) for i in range(n)]
+
+    def add_draft(self, token: int, steps: Sequence[Sequence[int]]) -> None:
+        """A draft pass has drawn a token; `steps` is [group][token]."""
+        assert self._drafts_left
+        self._count_calls(steps)
+        self._drafts_left -= 1
+        if token in self.request.sampling.stop_token_ids:
+            self._drafts_left = 0
+        else:
+            self.guesses.append(token)
+
+    def verified(self, kept: int, steps: Sequence[Sequence[int]]) -> None:
+        """The first `kept` rows of a verification were right, the request has their tokens; rewinds the cache to them."""
+        request, drafted = self.request, len(self.guesses)
+        assert request.cache is not None and 1 <= kept <= drafted + 1
+        self._count_calls(steps)
+        request.speculation += SpeculationStats(drafted, kept - 1, drafted + 1 - kept)
+        self._rewind()
+
+    def abandon(self) -> bool:
+        """A pass on guesses has failed: take it back, and decode without guesses from now on. False if there were no guesses."""
+        if self._drafts_left is None or not (self.guesses or self._drafts_left):
+            return False
+        self.request.speculation += SpeculationStats(len(self.guesses), 0, len(self.guesses))
+        self._rewind()
+        return True
+
+    def _rewind(self) -> None:
+        request = self.request
+        assert request.cache is not None
+        for steps in (*request.prompt_steps, *request.steps[1:])[self._n_counted : request.n_computed]:
+            self._deepest = [max(a, b) for a, b in zip(self._deepest, steps, strict=True)]
+        self._n_counted = request.n_computed
+        request.cache.rewind(request.n_computed, self._deepest)
+        self.guesses, self._drafts_left, self._draft_cache = [], None, None
+
+    def _count_calls(self, steps: Sequence[Sequence[int]]) -> None:
+        self.request.speculation += SpeculationStats(calls=self._plain_stages + sum(max(group) for group in steps))
