@@ -14,8 +14,10 @@ from dataclasses import replace
 
 from twoscale.config import ModelConfig
 from twoscale.engine.cache import Cache
+from twoscale.engine.engine import Engine
 from twoscale.engine.request import Draw, LoopParams, Request
-from twoscale.engine.speculation import Draft, Lookup, Speculation, SpeculationStats
+from twoscale.engine.speculation import Draft, Lookup, Speculation, SpeculationStats, Wavefront
+from twoscale.engine.wavefront import Wave
 
 
 def draft_params(params: LoopParams, steps: int) -> LoopParams:
@@ -42,6 +44,7 @@ class Drafter:
         self._drafts_left: int | None = None
         """Draft passes until the verification; None: the cycle has not begun."""
         self._draft_cache: Cache | None = None
+        self.wave: Wave | None = None
         self._deepest = [0] * config.n_groups
         """For each group, the most loop steps of a token whose keys and values are kept."""
         self._n_counted = 0
@@ -51,6 +54,13 @@ class Drafter:
     def plan(self) -> Speculation:
         """What this cycle does."""
         return self.request.speculate
+
+    def start_wave(self, engine: Engine) -> Wave | None:
+        """The positions of the request as a batch, if this cycle decodes by a wavefront."""
+        if self.request.in_prefill or not isinstance(self.plan, Wavefront):
+            return None
+        self.wave = Wave(engine, self.request, self.plan)
+        return self.wave
 
     # -- passes --------------------------------------------------------------------------------------------------
 
@@ -103,6 +113,10 @@ class Drafter:
 
     def verified(self, kept: int, steps: Sequence[Sequence[int]]) -> None:
         """The first `kept` rows of a verification were right, the request has their tokens; rewinds the cache to them."""
+        if self.wave is not None:
+            if self.wave.verified(self.request.tokens[-1]):
+                self._rewind()
+            return
         request, drafted = self.request, len(self.guesses)
         assert request.cache is not None and 1 <= kept <= drafted + 1
         self._count_calls(steps)
@@ -111,7 +125,9 @@ class Drafter:
 
     def abandon(self) -> bool:
         """A pass on guesses has failed: take it back, and decode without guesses from now on. False if there were no guesses."""
-        if self._drafts_left is None or not (self.guesses or self._drafts_left):
+        if self.wave is not None:
+            self.wave = None
+        elif not (self.guesses or self._drafts_left):
             return False
         self.request.speculation += SpeculationStats(len(self.guesses), 0, len(self.guesses))
         self._rewind()

@@ -34,6 +34,7 @@ from twoscale.engine.request import Client, Draw, Request
 from twoscale.engine.rows import Rows
 from twoscale.engine.sample import Sampled, sample
 from twoscale.engine.speculation import OFF
+from twoscale.engine.wavefront import Wave
 from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
@@ -177,6 +178,7 @@ class Scheduler:
         Idle requests form a new batch if there is none, or if all batches are ahead of one of them by more than `_max_lead`. Otherwise they
         wait until a batch ends. If the policy allows it, they join a running batch.
         """
+        self._start_waves()
         idle = [request for request in self.running if request not in self._in_batch]
         virtual_times = {batch: min(client.virtual_time for client in batch.clients()) for batch in self.batches}
         first = min(self.batches, key=lambda batch: virtual_times[batch], default=None)
@@ -186,7 +188,7 @@ class Scheduler:
             self.batches.append(first)
             virtual_times[first] = min(client.virtual_time for client in first.clients())
             idle = [request for request in idle if request not in self._in_batch]
-        elif idle and first is not None and self.policy.joins_running_batch:
+        elif idle and first is not None and self.policy.joins_running_batch and not isinstance(first, Wave):
             in_batch = [chunk.request for chunk in first.chunks if chunk.request is not None]
             self._start_tokens(first, select_for_batch(idle, max(0, self.max_num_seqs - len(first)), in_batch))
             idle = [request for request in idle if request not in self._in_batch]
@@ -195,6 +197,13 @@ class Scheduler:
         until = [value + QUANTUM for batch, value in virtual_times.items() if batch is not first]
         until += [request.client.virtual_time + self._max_lead for request in idle]
         return first, min(until, default=math.inf)
+
+    def _start_waves(self) -> None:
+        """Requests that decode by a wavefront become batches of their own."""
+        for request, drafter in self._drafters.items():
+            if request not in self._in_batch and request in self.running and (wave := drafter.start_wave(self.engine)) is not None:
+                self.batches.append(wave)
+                self._in_batch.add(request)
 
     def _start_tokens(self, batch: Batch, requests: Sequence[Request]) -> None:
         """Add the next tokens of requests to a batch, prompts in chunks."""
@@ -300,6 +309,8 @@ class Scheduler:
                 break
         if first_new and (drafter := self._drafters.get(request)) is not None:
             drafter.verified(len(request.tokens) - first_new, chunk.steps)
+            if drafter.wave is not None:
+                self._in_batch.add(request)
         if request.finish:
             self._finish(request, request.finish)
 
