@@ -47,8 +47,12 @@ def stream_of(answer: http.client.HTTPResponse) -> tuple[str, list[list[int]], i
     return text, steps, ends
 
 
-@pytest.mark.parametrize("policy", ["lockstep", "depth"])
-def test_two_hundred_requests(loaded, alone, policy: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("policy", "speculate"),
+    [("lockstep", ("off",)), ("depth", ("off",)), ("lockstep", ("draft:3", "lookup:2", "auto", "off")), ("depth", ("draft:2", "auto"))],
+    ids=str,
+)
+def test_two_hundred_requests(loaded, alone, policy: str, speculate: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
     """From 24 clients at a time, streamed and whole, while others hang up: each gets exactly what it gets alone.
 
     No near-tie is excused: the kernels sum in one order whatever the rows beside a row.
@@ -59,7 +63,7 @@ def test_two_hundred_requests(loaded, alone, policy: str) -> None:  # type: igno
 
         def ask(first: int) -> None:
             for i in range(first, 200, 24):
-                body = json.dumps({**ASKED[i], "stream": i % 3 > 0}).encode()
+                body = json.dumps({**ASKED[i], "stream": i % 3 > 0, "speculate": speculate[i % len(speculate)]}).encode()
                 if i % 5 == 0:
                     gone = http.client.HTTPConnection(host, timeout=60)
                     gone.request("POST", "/v1/completions", body, head)

@@ -56,6 +56,8 @@ class GenerateArgs:
     """After the text, list every new token with its log-probability and those of so many of the likeliest ones."""
     seed: int = 0
     """Fixes the draws and the start states."""
+    speculate: str = "off"
+    """Guess tokens ahead, with the same result to the bit: off, auto, wavefront (one loop group), draft:m or lookup:n."""
     color: Literal["auto", "always", "never"] = "auto"
     """Colour tokens by their steps, blue for few and red for many; auto: where stdout is a terminal."""
 
@@ -105,6 +107,7 @@ def run(args: list[str]) -> int:
         logprobs=options.logprobs,
         tokenizer=tokenizer,
         callback=stream,
+        speculate=options.speculate,
     )
     seconds = time.perf_counter() - started
     stream.end()
@@ -114,6 +117,9 @@ def run(args: list[str]) -> int:
         say("\n".join(logprob_lines(gen.logprobs[0], tokenizer)))
     groups = [stage for stage, g in c.stages if g is not None]
     say(summary(gen.steps[0], loops, groups, c.mean_loops, seconds, gen.cache_bytes))
+    if (speculation := gen.speculation).drafted:
+        calls = speculation.calls / len(gen.steps[0])
+        say(f"speculation: {speculation.accepted} of {speculation.drafted} guesses right, {calls:.1f} calls of the engine a token")
     return 0
 
 

@@ -42,6 +42,9 @@ class ServeArgs:
     """Connections that may be open. Beyond that, those that have waited longest for their client are closed."""
     read_timeout: float = 10.0
     """Seconds that a client may take to send the headers of a request, and again for its body."""
+    speculate: str = "auto"
+    """How tokens are guessed ahead for requests that do not say: auto (where it pays, while no other request is running), off, wavefront,
+    draft:m or lookup:n. The answers are the same to the bit."""
     key_env: str = "TWOSCALE_API_KEY"
     """Environment variable with the API key; if it is not set, no key is required."""
 
@@ -78,7 +81,9 @@ def run(args: list[str]) -> int:
         raise missing_package(f"serving needs {error.name}", "serve") from None
     from twoscale.engine.policy import choose_policy
     from twoscale.engine.scheduler import Scheduler
+    from twoscale.engine.speculation import parse_speculation
 
+    speculate = parse_speculation(options.speculate)
     model, tokenizer, name, calibrated = _open(options.model)
     listening = listen(options.host, options.port)
     policy, why = choose_policy(model, options.max_num_seqs) if options.policy == "auto" else (options.policy, options.policy)
@@ -87,7 +92,7 @@ def run(args: list[str]) -> int:
         timeout=options.timeout, max_queue=options.max_queue, max_connections=options.max_connections, read_timeout=options.read_timeout
     )
     key = os.environ.get(options.key_env) or None
-    server = Server(model, tokenizer, name, scheduler, calibrated=calibrated, limits=limits, key=key)
+    server = Server(model, tokenizer, name, scheduler, calibrated=calibrated, limits=limits, key=key, speculate=speculate)
     say(f"policy: {why}")
     http = HTTPServer(create_app(server), server.connections, timeout_graceful_shutdown=int(options.timeout) + 1)
     say(f"http://{options.host}:{listening.getsockname()[1]}/v1")

@@ -1,22 +1,23 @@
 """Draft and verify: the passes of a request that guesses tokens ahead, and what is kept of them.
 
-A cycle: the guesses are made (`Draft`: one pass at a small depth for each, in the request's own cache; `Lookup`: for free), then one pass at
-full depth over the newest token and all guesses. It gives the true token after each of them. The longest right prefix stays, and
-the cache is rewound to it.
+A cycle: the guesses are made (`Draft`: one pass at a small depth for each, in the request's own cache; `Lookup`: for free), then one pass
+at full depth over the newest token and all guesses. It gives the true token after each of them. The longest right prefix stays, and the
+cache is rewound to it.
 
-    cache, tokens = drafter.next_pass()       # a draft, or the verification
-    drafter.add_draft(token)                  # what a draft pass has drawn
-    drafter.verified(chunk, kept)             # the first `kept` rows of a verification are right
+    cache, tokens = drafter.next_pass(alone)  # a draft, or the verification
+    drafter.add_draft(token, steps)           # what a draft pass has drawn
+    drafter.verified(kept, steps)             # the first `kept` rows of a verification are right
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from twoscale.config import ModelConfig
+from twoscale.engine.adaptive import LENGTHS, NGRAM, Chooser, estimates_of, kind_of
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
 from twoscale.engine.request import Draw, LoopParams, Request
-from twoscale.engine.speculation import Draft, Lookup, Speculation, SpeculationStats, Wavefront
+from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
 from twoscale.engine.wavefront import Wave
 
 
@@ -37,8 +38,15 @@ def look_up(tokens: Sequence[int], ngram: int, n: int) -> list[int]:
 class Drafter:
     """The speculation of one request while it decodes."""
 
-    def __init__(self, request: Request, config: ModelConfig) -> None:
-        self.request = request
+    def __init__(self, request: Request, engine: Engine) -> None:
+        config = engine.config
+        self.request, self.engine = request, engine
+        self.plan = request.speculate
+        """What this cycle does; with `auto` it is chosen anew for every cycle."""
+        self.auto = isinstance(request.speculate, Auto)
+        self._chooser: Chooser | None = None
+        self._started: float | None = None
+        """When the current pass began, if no other request was running."""
         self.guesses: list[int] = []
         """Guesses of this cycle that are not verified yet."""
         self._drafts_left: int | None = None
@@ -50,47 +58,54 @@ class Drafter:
         self._n_counted = 0
         self._plain_stages = sum(group is None for _, group in config.stages)
 
-    @property
-    def plan(self) -> Speculation:
-        """What this cycle does."""
-        return self.request.speculate
-
-    def start_wave(self, engine: Engine) -> Wave | None:
+    def start_wave(self) -> Wave | None:
         """The positions of the request as a batch, if this cycle decodes by a wavefront."""
         if self.request.in_prefill or not isinstance(self.plan, Wavefront):
             return None
-        self.wave = Wave(engine, self.request, self.plan)
+        self.wave = Wave(self.engine, self.request, self.plan)
         return self.wave
 
     # -- passes --------------------------------------------------------------------------------------------------
 
-    def next_pass(self) -> tuple[Cache, list[int]]:
-        """The cache and the tokens of the next pass: a draft's, or the verification's."""
+    def next_pass(self, alone: bool) -> tuple[Cache, list[int]]:
+        """The cache and the tokens of the next pass: a draft's, or the verification's. `alone`: no other request is running."""
         request = self.request
         assert request.cache is not None
         if self._drafts_left is None:
-            self._begin_cycle()
+            self._begin_cycle(alone)
+        elif self.auto and not alone:  # the rows are not free any more
+            self._drafts_left = 0
+        self._started = time.perf_counter() if alone and self.auto else None
         if self._drafts_left:
             assert self._draft_cache is not None
             return self._draft_cache, self.guesses[-1:] or request.tokens[-1:]
         return request.cache, [request.tokens[-1], *self.guesses]
 
-    def _begin_cycle(self) -> None:
-        request, plan = self.request, self.plan
+    def _begin_cycle(self, alone: bool) -> None:
+        request = self.request
         # The last new token never goes through the network, so a pass of n rows is of use while n more tokens are wanted.
         most = request.sampling.max_new_tokens - len(request.tokens) - 1
         self.guesses, self._drafts_left = [], 0
+        if self.auto:
+            self.plan = self._choose(most) if alone and most else OFF
+        plan = self.plan
         if isinstance(plan, Lookup) and most:
-            self.guesses = self._without_stop(look_up([*request.prompt, *request.tokens], plan.ngram, min(plan.tokens, most)))
+            self.guesses = self._look_up(plan.ngram, min(plan.tokens, most))
         elif isinstance(plan, Draft) and most:
             assert request.cache is not None
             self._drafts_left = min(plan.tokens, most)
             self._draft_cache = request.cache.view(draft_params(request.params, plan.steps))
 
-    def _without_stop(self, guesses: list[int]) -> list[int]:
-        """The guesses before a stop token: nothing comes after it."""
-        stops = self.request.sampling.stop_token_ids
+    def _look_up(self, ngram: int, n: int) -> list[int]:
+        """Guesses by `look_up`, before a stop token: nothing comes after it."""
+        guesses, stops = look_up([*self.request.prompt, *self.request.tokens], ngram, n), self.request.sampling.stop_token_ids
         return guesses[: next((i for i, token in enumerate(guesses) if token in stops), None)]
+
+    def _choose(self, most: int) -> Speculation:
+        """The next cycle of `auto`."""
+        if self._chooser is None:
+            self._chooser = Chooser(self.request, self.engine.config, estimates_of(self.engine.origin, self.request))
+        return self._chooser.choose(most, len(self._look_up(NGRAM, min(most, max(LENGTHS)))))
 
     def is_draft(self, cache: Cache) -> bool:
         """Whether a pass with this cache was a draft."""
@@ -103,8 +118,8 @@ class Drafter:
 
     def add_draft(self, token: int, steps: Sequence[Sequence[int]]) -> None:
         """A draft pass has drawn a token; `steps` is [group][token]."""
-        assert self._drafts_left
-        self._count_calls(steps)
+        assert self._drafts_left and isinstance(self.plan, Draft)
+        self._pass_ended(steps, self.plan.steps)
         self._drafts_left -= 1
         if token in self.request.sampling.stop_token_ids:
             self._drafts_left = 0
@@ -119,7 +134,9 @@ class Drafter:
             return
         request, drafted = self.request, len(self.guesses)
         assert request.cache is not None and 1 <= kept <= drafted + 1
-        self._count_calls(steps)
+        self._pass_ended(steps, None)
+        if self._chooser is not None and drafted:
+            self._chooser.estimates.count(kind_of(self.plan), kept - 1, min(kept, drafted))
         request.speculation += SpeculationStats(drafted, kept - 1, drafted + 1 - kept)
         self._rewind()
 
@@ -142,5 +159,7 @@ class Drafter:
         request.cache.rewind(request.n_computed, self._deepest)
         self.guesses, self._drafts_left, self._draft_cache = [], None, None
 
-    def _count_calls(self, steps: Sequence[Sequence[int]]) -> None:
+    def _pass_ended(self, steps: Sequence[Sequence[int]], draft_steps: int | None) -> None:
+        if self._started is not None and self._chooser is not None:
+            self._chooser.estimates.time_pass(time.perf_counter() - self._started, 1 + len(self.guesses), draft_steps)
         self.request.speculation += SpeculationStats(calls=self._plain_stages + sum(max(group) for group in steps))

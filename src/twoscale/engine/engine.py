@@ -52,7 +52,8 @@ class Engine:
         """Index of the first layer of each stage."""
         for layers, _ in self.config.stages:
             self.first_layers.append(self.first_layers[-1] + len(layers))
-        self._origin = model
+        self.origin = model
+        """The model that it was made from; the engine's own copy is `model`."""
 
     def new_cache(self, capacity: int, params: LoopParams) -> Cache:
         """An empty KV cache for one sequence."""
@@ -96,7 +97,7 @@ class Engine:
         c = self.config
         if c.start != "noise" or c.block_size * c.n_embd > MAX_TABLE_SIZE:
             return start_state(c, group, e, positions, self.noise(seed))
-        tables = _start_tables(self._origin, seed, self._like)
+        tables = _start_tables(self.origin, seed, self._like)
         if group not in tables:
             all_positions = torch.arange(c.block_size, device=e.device)
             tables[group] = self.noise(seed)(group, all_positions, c.n_embd).to(self._like)

@@ -8,6 +8,7 @@ With a tokenizer prompts may be strings: twoscale.generate(model, "Once upon a t
 """
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.kernels import KernelName
 from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params, split_stop
 from twoscale.engine.scheduler import Scheduler, run_until_done
-from twoscale.engine.speculation import Speculation, SpeculationStats, check_speculation
+from twoscale.engine.speculation import NOTHING, OFF, Auto, Speculation, SpeculationStats, check_speculation
 from twoscale.engine.text import TextStream
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
@@ -51,7 +52,7 @@ class Generation(OneLine):
     """For each new token: (token, log-probability) of itself, then of the most likely tokens; None unless requested."""
     texts: list[str] | None = None
     """The generated text, cut before a stop string; None without a tokenizer."""
-    speculation: SpeculationStats = SpeculationStats()
+    speculation: SpeculationStats = NOTHING
     """What speculation did, for all sequences together."""
 
     def __post_init__(self) -> None:
@@ -89,6 +90,8 @@ def generate(
     params = loop_params(model, exit=exit, loops=loops, kv=kv, seed=seed)
     scheduler = offline_scheduler(model, kernels)
     requests = make_requests(model, ids, sampling, params, tokenizer, speculate)
+    if requests[0].speculate not in (OFF, Auto()) and not scheduler.engine.kernels.exact_rows:
+        warnings.warn(f"speculate = {requests[0].speculate} is off: without the C kernels it could change the result", stacklevel=2)
     streams = [track_tokens(request, tokenizer, callback) for request in requests]
     run_until_done(scheduler, requests)
     return Generation(
@@ -100,7 +103,7 @@ def generate(
         scheduler.peak_cache_bytes,
         None if logprobs is None else [r.logprobs for r in requests],
         None if tokenizer is None else [s.text for s in streams if s is not None],
-        sum((r.speculation for r in requests), SpeculationStats()),
+        sum((r.speculation for r in requests), NOTHING),
     )
 
 

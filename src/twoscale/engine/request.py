@@ -17,7 +17,7 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.config.show import OneLine
 from twoscale.engine.cache import Cache, parse_kv
-from twoscale.engine.speculation import OFF, Speculation, SpeculationStats
+from twoscale.engine.speculation import NOTHING, OFF, Speculation, SpeculationStats
 from twoscale.exits import Exit, Gate, Rule, plan
 from twoscale.model import LoopedGPT
 from twoscale.model.noise import fold
@@ -163,7 +163,7 @@ class Request(OneLine):
     """For each prompt token, its loop steps in each group; the last entry is also the first of `steps`."""
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """For each new token: (token, log-probability) of itself, then of the most likely tokens."""
-    speculation: SpeculationStats = SpeculationStats()
+    speculation: SpeculationStats = NOTHING
     """What speculation has done so far."""
     finish: str = ""
     """Finish reason: `stop`, `length`, `cancelled` or `error`; empty while it is running."""

@@ -33,7 +33,7 @@ from twoscale.engine.policy import policy_of
 from twoscale.engine.request import Client, Draw, Request
 from twoscale.engine.rows import Rows
 from twoscale.engine.sample import Sampled, sample
-from twoscale.engine.speculation import OFF
+from twoscale.engine.speculation import NOTHING, OFF, SpeculationStats
 from twoscale.engine.wavefront import Wave
 from twoscale.model import LoopedGPT
 
@@ -62,6 +62,8 @@ class Counters:
     """Requests that were started and have ended, for any reason."""
     loop_steps: list[int] = field(default_factory=list)
     """For each group, the loop steps of all tokens."""
+    speculation: SpeculationStats = NOTHING
+    """Of the requests that have ended."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -149,6 +151,11 @@ class Scheduler:
         """Cache bytes of a request at its full length and depth."""
         return request.capacity * bytes_per_token(self.engine.config, request.params)
 
+    def _can_speculate(self, request: Request) -> bool:
+        """Whether a request guesses ahead and the result is sure to be the same."""
+        exact = self.engine.kernels.exact_rows and request.speculate.problem(self.engine.config, request.params) is None
+        return request.speculate != OFF and exact
+
     # -- stepping ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -201,19 +208,19 @@ class Scheduler:
     def _start_waves(self) -> None:
         """Requests that decode by a wavefront become batches of their own."""
         for request, drafter in self._drafters.items():
-            if request not in self._in_batch and request in self.running and (wave := drafter.start_wave(self.engine)) is not None:
+            if request not in self._in_batch and request in self.running and (wave := drafter.start_wave()) is not None:
                 self.batches.append(wave)
                 self._in_batch.add(request)
 
     def _start_tokens(self, batch: Batch, requests: Sequence[Request]) -> None:
         """Add the next tokens of requests to a batch, prompts in chunks."""
         budget = self.prefill_chunk - sum(chunk.part.count for chunk in batch.chunks if chunk.part.count > 1)
-        entries = []
+        entries, alone = [], len(self.running) == 1
         for request in requests:
             if request.in_prefill and budget <= 0:
                 continue  # in a later batch
             drafter = None if request.in_prefill else self._drafters.get(request)
-            cache, new = (request.cache, request.next_tokens(self.prefill_chunk)) if drafter is None else drafter.next_pass()
+            cache, new = (request.cache, request.next_tokens(self.prefill_chunk)) if drafter is None else drafter.next_pass(alone)
             budget -= len(new) if request.in_prefill else 0
             assert cache is not None
             entries.append((request.batch_index, cache, new, request))
@@ -341,6 +348,7 @@ class Scheduler:
         self.fair.end(request, self._bytes(request))
         request.cache = None
         self.counters.finished += 1
+        self.counters.speculation += request.speculation
         request.error, request.finish = error, finish
         if request.on_token is not None:
             request.on_token(request)
@@ -392,8 +400,8 @@ class Scheduler:
             try:
                 request.cache = self.engine.new_cache(request.capacity, request.params)
                 request.cache.allocate()  # now, so that a failure belongs to this request
-                if request.speculate != OFF:
-                    self._drafters[request] = Drafter(request, self.engine.config)
+                if self._can_speculate(request):
+                    self._drafters[request] = Drafter(request, self.engine)
             except Exception as error:
                 if not self.isolate_errors:
                     raise

@@ -171,6 +171,9 @@ class SpeculationStats:
         )
 
 
+NOTHING = SpeculationStats()
+
+
 def _at_least_one(text: str, value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"speculate = {text}: {what}, a whole number of at least 1")

@@ -5,9 +5,9 @@
     t + 1              x  x  x  x  x  x         which enters the loop on it
     t + 2                          x  x
 
-For models with one loop group. Position t + 1 at step k reads the keys and values of t at min(k, k_t); t is ahead of it or has left the loop,
-so they are final. A position is read again at twice, four times, ... its first read-out; if that changes its guess, the positions after it
-are dropped at once. When the first position leaves the loop, its true token is read; then the next one is the first.
+For models with one loop group. Position t + 1 at step k reads the keys and values of t at min(k, k_t); t is ahead of it or has left the
+loop, so they are final. A position is read again after twice, four times, ... as many steps; if that changes its guess, the positions after
+it are dropped at once. When the first position leaves the loop, its true token is read; then the next one is the first.
 
 The keys and values that a read-out writes in the layers behind the loop are provisional: the position overwrites them when it is its turn.
 """
@@ -92,7 +92,7 @@ class Wave(Batch):
                     return []
                 rows = self.loop.rows
                 go_on = keep_going is None or rows is None or keep_going(rows, len(self.loop.layers))
-            due = [p for p in self.positions if p.output is not None and p.guess is None or p.part.k >= p.next_read]
+            due = [p for p in self.positions if (p.output is not None and p.guess is None) or p.part.k >= p.next_read]
             first = self.positions[0]
             if first.output is not None and first not in due:
                 due.insert(0, first)

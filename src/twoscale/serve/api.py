@@ -1,4 +1,4 @@
-"""The schema of a completion request (OpenAI's, plus `exit`, `tau`, `loops` and `kv`), and its conversion to engine requests."""
+"""The schema of a completion request (OpenAI's, plus `exit`, `tau`, `loops`, `kv`, `speculate`), and its conversion to engine requests."""
 
 import difflib
 import secrets
@@ -12,6 +12,7 @@ from twoscale import exits
 from twoscale.config import UserError
 from twoscale.engine.cache import parse_kv
 from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params
+from twoscale.engine.speculation import OFF, Speculation, check_speculation
 from twoscale.model import LoopedGPT
 
 MAX_N, MAX_STOPS, MAX_STOP_IDS, MAX_PROMPTS, MAX_SEQUENCES, MAX_LOOPS = 16, 8, 64, 16, 64, 256
@@ -77,6 +78,9 @@ class CompletionRequest(StrictModel):
     tau: Number | None = Field(None, ge=0, le=1e9, description="threshold of the rule, if `exit` names it without a value")
     loops: LoopCount | Annotated[list[LoopCount], Field(max_length=64, fail_fast=True)] | None = None
     kv: Annotated[str, Field(max_length=20)] = "exact"
+    speculate: Annotated[str, Field(max_length=20)] | None = Field(
+        None, description="`off`, `auto`, `wavefront`, `draft:m`, `lookup:n`; by default the server's"
+    )
 
     @property
     def n_per_prompt(self) -> int:
@@ -98,14 +102,26 @@ class InvalidRequest(UserError):
 
 
 def engine_requests(
-    body: CompletionRequest, prompts: list[list[int]], model: LoopedGPT, eot: int, calibrated: tuple[Any, int] | None, max_loops: int
+    body: CompletionRequest,
+    prompts: list[list[int]],
+    model: LoopedGPT,
+    eot: int,
+    calibrated: tuple[Any, int] | None,
+    max_loops: int,
+    speculate: Speculation = OFF,
 ) -> list[Request]:
-    """The requests to the engine, n for each prompt. `calibrated` are the model's calibrated rules and loops."""
+    """The requests to the engine, n for each prompt. `calibrated` are the model's calibrated rules and loops, `speculate` the default."""
     if body.best_of is not None and body.best_of > body.n_per_prompt:
         raise InvalidRequest("best_of is not supported", "best_of")
     if len(prompts) * body.n_per_prompt > MAX_SEQUENCES:
         raise InvalidRequest(f"at most {MAX_SEQUENCES} completions (prompts times n) in a request", "n")
     params = parse_loop_params(body, model, calibrated, max_loops)
+    try:
+        speculate = check_speculation(speculate if body.speculate is None else body.speculate, model.config, params)
+    except UserError as error:
+        if body.speculate is not None:
+            raise InvalidRequest(str(error), "speculate") from None
+        speculate = OFF  # the server's default does not fit this request
     stop_token_ids = body.stop_token_ids or []
     if max(stop_token_ids, default=0) >= model.config.vocab_size:
         raise InvalidRequest(f"token {max(stop_token_ids)} does not exist, the vocabulary has {model.config.vocab_size}", "stop_token_ids")
@@ -127,7 +143,7 @@ def engine_requests(
         if len(ids) > size:
             raise InvalidRequest(f"the prompt has {len(ids)} tokens, the context {size}", "prompt")
         prompt_sampling = replace(sampling, max_new_tokens=min(body.max_tokens or size, size - len(ids) + 1))
-        requests += [Request(ids, prompt_sampling, params, sample_index=i, client=client) for i in range(body.n_per_prompt)]
+        requests += [Request(ids, prompt_sampling, params, i, client=client, speculate=speculate) for i in range(body.n_per_prompt)]
     return requests
 
 

@@ -3,12 +3,13 @@
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from twoscale.data import Tokenizer
 from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
+from twoscale.engine.speculation import NOTHING, OFF, Speculation
 from twoscale.engine.text import TextStream
 from twoscale.model import LoopedGPT
 from twoscale.serve.api import MAX_PROMPTS, CompletionRequest, InvalidRequest, engine_requests
@@ -76,7 +77,10 @@ class Server:
         calibrated: tuple[Any, int] | None = None,
         limits: Limits | None = None,
         key: str | None = None,
+        speculate: Speculation = OFF,
     ) -> None:
+        """`speculate` is for requests that do not choose themselves."""
+        self.speculate = speculate
         self.model, self.tokenizer, self.name, self.key = model, tokenizer, name, key
         self.calibrated, self.limits = calibrated, limits or Limits()
         default_loops = max((*model.config.loops_for(None), calibrated[1] if calibrated else 0), default=0)
@@ -111,7 +115,9 @@ class Server:
         """The choices of a completion request, not yet submitted; InvalidRequest or UserError if it can never be served."""
         if body.model not in ("", self.name):
             raise InvalidRequest(f"there is no model {body.model!r} here, only {self.name!r}", "model", 404)
-        requests = engine_requests(body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops)
+        requests = engine_requests(
+            body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops, self.speculate
+        )
         if len(requests) > self.limits.max_queue:
             raise InvalidRequest(f"at most {self.limits.max_queue} requests fit the queue of this server", "n")
         for request in requests:
@@ -163,11 +169,20 @@ class Server:
         """`usage` and `twoscale` of a response to prompts with n choices each."""
         return {"usage": self.usage(choices, n), "twoscale": self.loop_summary(choices)}
 
-    def usage(self, choices: list[Choice], n: int) -> dict[str, int]:
-        """OpenAI's token counts; a prompt with n completions is counted once."""
+    def usage(self, choices: list[Choice], n: int) -> dict[str, Any]:
+        """OpenAI's token counts, guesses in its fields for predictions; a prompt with n completions is counted once."""
         n_prompt = sum(len(c.request.prompt) for c in choices[::n])
         n_completion = sum(len(c.offsets) for c in choices)
-        return {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
+        did = sum((c.request.speculation for c in choices), NOTHING)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_completion,
+            "total_tokens": n_prompt + n_completion,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": did.accepted,
+                "rejected_prediction_tokens": did.drafted - did.accepted,
+            },
+        }
 
     def loop_summary(self, choices: list[Choice]) -> dict[str, Any]:
         """Mean loop steps, and the fraction of loop steps (weighted by layers) that early exits saved."""
@@ -178,7 +193,9 @@ class Server:
         taken = sum(k * n for s in steps for k, n in zip(s, sizes, strict=True))
         means = [sum(s[g] for s in steps) / max(1, len(steps)) for g in range(len(sizes))]
         saved = 1 - taken / full if full else 0.0
-        return {"loops": list(loops), "mean_steps": means, "work_saved": saved, "seed": choices[0].request.sampling.seed}
+        speculation = asdict(sum((c.request.speculation for c in choices), NOTHING))
+        seed = choices[0].request.sampling.seed
+        return {"loops": list(loops), "mean_steps": means, "work_saved": saved, "seed": seed, "speculation": speculation}
 
     def response_fields(self) -> dict[str, Any]:
         """The fields that all chunks of a response share."""
@@ -225,6 +242,11 @@ class Server:
         add("loop_steps_total", "counter", "Loop steps of all tokens, by group.", *steps)
         means = [(labels, n / max(1, c.processed_tokens)) for labels, n in steps]
         add("mean_steps", "gauge", "Mean loop steps of a token, by group.", *means)
+        did = c.speculation
+        add("speculation_drafted_total", "counter", "Tokens guessed ahead and verified.", ("", did.drafted))
+        add("speculation_accepted_total", "counter", "Guesses that were right.", ("", did.accepted))
+        add("speculation_rewound_total", "counter", "Positions computed on a wrong guess and taken back.", ("", did.rewound))
+        add("speculation_acceptance", "gauge", "Share of the guesses that were right.", ("", did.acceptance))
         return "\n".join(lines) + "\n"
 
 

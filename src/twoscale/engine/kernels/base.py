@@ -30,6 +30,8 @@ class Kernels(ABC):
     name: str
     copies_weights: bool
     """Whether the modules have their own copy of the weights; otherwise they use the model's."""
+    exact_rows = False
+    """Whether a row's result is the same to the bit whatever rows are beside it; speculation needs that."""
 
     @abstractmethod
     def linear(self, weight: Tensor) -> nn.Module:

@@ -235,6 +235,7 @@ class NativeKernels(TorchKernels):
 
     name = "native"
     copies_weights = True
+    exact_rows = True
 
     def __init__(self, library: Library) -> None:
         super().__init__()
