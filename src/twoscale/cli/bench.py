@@ -57,6 +57,10 @@ class BenchDecodeArgs:
     """Instead: decoding on free cores, with one core kept busy by another program, and with all of them."""
     sampling: bool = False
     """Instead: every kind of sampling beside greedy decoding, 64 rows, a vocabulary of 32,000."""
+    speculate: str | None = None
+    """Instead: plain and speculative decoding of a trained model (a run, or `bundled`) on held-out text, and what bounds their ratio."""
+    prompts: int = 4
+    """With --speculate: prompts from the held-out text."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,11 @@ def run(args: list[str]) -> int:
         raise UserError(f"say what to measure: twoscale bench {' | '.join(KINDS)}")
     if args[0] == "decode":
         decode = parse(BenchDecodeArgs, args[1:], "twoscale bench decode")
-        if decode.busy + decode.sampling + (decode.family is not None) > 1:
-            raise UserError("--busy, --sampling and --family are benches of their own: choose one")
-        other = _busy if decode.busy else _sampling if decode.sampling else _family if decode.family is not None else _decode
-        return other(decode)
+        chosen = {_busy: decode.busy, _sampling: decode.sampling, _family: decode.family, _speculate: decode.speculate}
+        others = [bench for bench, wanted in chosen.items() if wanted]
+        if len(others) > 1:
+            raise UserError("--busy, --sampling, --family and --speculate are benches of their own: choose one")
+        return (others or [_decode])[0](decode)
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
     if args[0] == "serve":
@@ -148,6 +153,30 @@ def _busy(args: BenchDecodeArgs) -> int:
     print(f"medians of {args.repeats} interleaved rounds, ratios within a round\n{BUSY_HEAD}")
     for name, beside in beside_other_programs(works, args.repeats).items():
         print(f"{name:<38}{beside.words}")
+    return 0
+
+
+def _speculate(args: BenchDecodeArgs) -> int:
+    from twoscale.bench.speculate import NEW, PROMPT, bench_speculation
+    from twoscale.engine.kernels.library import c_library
+    from twoscale.interop.runs import as_run
+    from twoscale.tradeoff.load_run import calibration_for, load_run
+
+    if min(args.repeats, args.prompts) < 1:
+        raise UserError("--repeats and --prompts are at least 1")
+    if c_library() is None:
+        raise UserError("this bench needs the C kernels, without which speculation is off: install a C compiler")
+    assert args.speculate is not None
+    folder = as_run(args.speculate, say)
+    run = load_run(folder)
+    try:
+        calibration = calibration_for(folder)
+    except UserError:
+        calibration = None
+    parameters = sum(p.numel() for p in run.model.parameters())
+    print(f"{folder.name}: {parameters / 1e6:.2f}M parameters, loop groups {run.model.config.groups}, held-out text of {run.source}")
+    print(f"{args.prompts} prompts of {PROMPT} tokens, {NEW} new ones; medians of {args.repeats} turns in which all take part; same bits")
+    bench_speculation(run, calibration, args.prompts, args.repeats, print)
     return 0
 
 

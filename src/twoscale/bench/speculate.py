@@ -1,0 +1,209 @@
+"""`twoscale bench decode --speculate MODEL`: plain and speculative decoding of a trained model on held-out text.
+
+Every kind of speculation decodes the same prompts in turn with plain decoding, so that a slow moment of the machine meets them alike;
+ratios are taken within a turn. Only the tokens after the first are timed: prompts take the same time either way. Results are compared to the bit.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from twoscale.config import UserError
+from twoscale.engine import Loop, Request, SamplingParams, Scheduler, loop_params
+from twoscale.engine.cache import Cache
+from twoscale.engine.drafting import draft_params
+from twoscale.engine.engine import Engine
+from twoscale.engine.rows import Rows, make_part
+from twoscale.engine.scheduler import run_until_done
+from twoscale.engine.speculation import NOTHING, OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
+from twoscale.model import LoopedGPT
+from twoscale.tradeoff.heldout import heldout_windows
+from twoscale.tradeoff.load_run import LoadedRun
+
+PROMPT, NEW = 48, 64  # tokens
+DEPTHS = (1, 2, 3, 4, 6)  # loop steps of a draft whose acceptance is shown
+WIDTHS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one kind of speculation did on all prompts."""
+
+    plan: Speculation
+    ratio: float
+    """Plain decoding's time divided by its time: the median over turns."""
+    seconds: float
+    """Median seconds of a token after the first."""
+    did: SpeculationStats
+    new: int
+    """Tokens after the first, of all prompts."""
+
+    @property
+    def calls_per_token(self) -> float:
+        return self.did.calls / self.new
+
+
+def prompts_of(run: LoadedRun, n: int, length: int = PROMPT) -> list[list[int]]:
+    """The beginnings of n windows that are spread over the held-out text."""
+    size = run.model.config.block_size
+    return [row[: min(length, size // 2)] for row in heldout_windows(run.data, size, n).ids.tolist()]
+
+
+def compare(
+    model: LoopedGPT,
+    prompts: Sequence[list[int]],
+    plans: Sequence[Speculation],
+    new: int,
+    repeats: int,
+    temperature: float = 0.0,
+    **loop: Any,
+) -> list[Measured]:
+    """Plain decoding first, then the plans, each beside plain decoding of the same prompt in the same turn."""
+    scheduler, params = Scheduler(model, isolate_errors=False), loop_params(model, **loop)
+    new = min(new, model.config.block_size - max(map(len, prompts)) + 1)
+    every = [OFF, *plans]
+    seconds: dict[Speculation, list[float]] = {plan: [] for plan in every}
+    ratios: dict[Speculation, list[float]] = {plan: [] for plan in every}
+    did = dict.fromkeys(every, NOTHING)
+    for turn in range(repeats + 1):  # the first is not counted
+        for prompt in prompts:
+            times, results = {}, []
+            for plan in every:
+                request = Request(prompt, SamplingParams(temperature, max_new_tokens=new), params, speculate=plan)
+                run_until_done(scheduler, [request])
+                times[plan] = (request.ended - request.first_token) / max(1, new - 1)
+                results.append((request.tokens, request.steps))
+                if turn == 1:
+                    did[plan] += request.speculation
+            if any(result != results[0] for result in results):
+                raise AssertionError("speculation has changed a result")
+            for plan in every if turn else ():
+                seconds[plan].append(times[plan])
+                ratios[plan].append(times[OFF] / times[plan])
+    count = len(prompts) * (new - 1)
+    return [Measured(plan, median(ratios[plan]), median(seconds[plan]), did[plan], count) for plan in every]
+
+
+class CallCosts:
+    """What a call with several rows of one sequence costs beside a call with one, at a context of `length` tokens."""
+
+    def __init__(self, model: LoopedGPT, length: int, repeats: int, **loop: Any) -> None:
+        self.engine, self.params, self.repeats = Engine(model), loop_params(model, **loop), max(9, repeats)
+        self.cache = self.engine.new_cache(length + max(WIDTHS) + 1, self.params)
+        length = min(length, self.cache.capacity - max(WIDTHS) - 1)
+        if length < 1:
+            raise UserError(f"the context of {model.config.block_size} tokens is too short for this bench")
+        self.engine.run([(0, self.cache, [1] * length)])
+        self.length = length
+        self.one = self._pass(self.cache, 1)
+
+    def _pass(self, cache: Cache, rows: int) -> float:
+        """Seconds of a pass of so many tokens at once, which are then forgotten: the least of several."""
+
+        def work() -> None:
+            self.engine.run([(0, cache, [2] * rows)])
+            cache.rewind(self.length)
+
+        return _least(work, self.repeats)
+
+    def together(self, rows: int) -> float:
+        """c(W) of a pass of rows at the same loop step: a verification."""
+        return self._pass(self.cache, rows) / self.one
+
+    def draft(self, steps: int) -> float:
+        """The cost of a pass of one row with so many loop steps."""
+        return self._pass(self.cache.view(draft_params(self.params, steps)), 1) / self.one
+
+    @torch.inference_mode()
+    def apart(self, rows: int) -> float:
+        """c(W) of a loop step of rows at different steps: a wavefront."""
+        group_stage = next(i for i, (_, group) in enumerate(self.engine.config.stages) if group is not None)
+        loops = self.params.loops[0]
+        n = max(1, loops // rows)
+
+        def steps(width: int) -> Iterator[Callable[[], None]]:
+            for _ in range(self.repeats):
+                loop = Loop(self.engine, group_stage)
+                parts = [make_part(0, self.cache, self.length + i, 1) for i in range(width)]
+                ids = torch.tensor([list(range(self.length, self.length + width)), [2] * width])
+                loop.admit(Rows(parts, ids, self.engine.kernels), torch.zeros(width, self.engine.config.n_embd))
+                for i, part in enumerate(parts):
+                    part.k = min(loops - n, (width - 1 - i) * n)
+                yield lambda loop=loop: [loop.advance() for _ in range(n - 1)] and None  # type: ignore[misc]
+
+        many, one = (min(_timed(work) for work in steps(width)) for width in (rows, 1))
+        return many / one
+
+    def bound(self, plan: Speculation) -> float | None:
+        """The ratio to plain decoding if every guess were right; None where it depends on the text."""
+        if isinstance(plan, Draft):
+            return (plan.tokens + 1) / (plan.tokens * self.draft(plan.steps) + self.together(plan.tokens + 1))
+        if isinstance(plan, Wavefront):
+            width = min(plan.width, max(1, self.params.loops[0] // plan.steps))
+            return self.params.loops[0] / (plan.steps * self.apart(width))
+        return None
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _least(work: Callable[[], object], repeats: int) -> float:
+    return min(_timed(work) for _ in range(repeats + 1))
+
+
+def _name(plan: Speculation) -> str:
+    if isinstance(plan, Draft):
+        return f"{plan}, {plan.steps} steps"
+    return f"wavefront, {plan.steps} steps, {plan.width} wide" if isinstance(plan, Wavefront) else "plain" if plan == OFF else str(plan)
+
+
+def table(found: Sequence[Measured], costs: CallCosts | None = None) -> list[str]:
+    """Lines of a table."""
+    lines = [f"  {'':<30}{'ms a token':>11}{'ratio':>8}{'bound':>8}{'of it':>7}{'right':>8}{'calls a token':>15}"]
+    for m in found:
+        bound = None if costs is None else costs.bound(m.plan)
+        beside = f"{'-':>8}{'-':>7}" if bound is None else f"{bound:7.2f}x{m.ratio / bound:7.0%}"
+        right = f"{m.did.acceptance:8.0%}" if m.did.drafted else f"{'-':>8}"
+        calls = f"{m.calls_per_token:15.1f}" if m.did.calls else f"{'-':>15}"
+        lines.append(f"  {_name(m.plan):<30}{m.seconds * 1e3:11.2f}{m.ratio:7.2f}x{beside}{right}{calls}")
+    return lines
+
+
+def bench_speculation(
+    run: LoadedRun, calibration: tuple[Any, int] | None, prompts: int, repeats: int, say: Callable[[str], object]
+) -> None:
+    """All tables, line by line."""
+    model = run.model
+    texts = prompts_of(run, prompts)
+    one_group = model.config.n_groups == 1
+    steps = (1, 2, 4) if one_group else (1, 2)
+    plans: list[Speculation] = [Draft(m, d) for d in steps[:2] for m in ((7, 15) if one_group else (3, 5))]
+    plans += [Lookup(3), *([Wavefront(4, 8), Wavefront(2, 16)] if one_group else []), Auto()]
+    for loops in (16, 32) if one_group else (model.config.mean_loops,):
+        costs = CallCosts(model, len(texts[0]) + NEW // 2, repeats, loops=loops)
+        say(f"\nT = {loops}, greedy")
+        say(f"  c(W), a pass of W rows:  {', '.join(f'c({w}) = {costs.together(w):.2f}' for w in WIDTHS)}")
+        if one_group:
+            say(f"  rows at different steps: {', '.join(f'c({w}) = {costs.apart(w):.2f}' for w in WIDTHS if loops // w > 1)}")
+        for line in table(compare(model, texts, plans, NEW, repeats, loops=loops), costs):
+            say(line)
+        depths = [d for d in DEPTHS if d < loops]
+        found = compare(model, texts, [Draft(3, d) for d in depths], NEW, 1, loops=loops)[1:]
+        say("  right guesses of draft:3 by its steps: " + ", ".join(f"{m.plan.steps}: {m.did.acceptance:.0%}" for m in found))  # type: ignore[attr-defined]
+    say(f"\nT = {loops}, sampled at temperature 0.8")
+    for line in table(compare(model, texts, [plans[0], Auto()], NEW, repeats, 0.8, loops=loops)):
+        say(line)
+    if calibration is None:
+        say("\nno calibrated exit rule here: `twoscale calibrate` makes one, and this bench measures `auto` with it")
+        return
+    rules, most = calibration
+    say(f"\nthe calibrated exit rule, at most {most} loops, greedy")
+    for line in table(compare(model, texts, [Auto()], NEW, repeats, exit=rules, loops=most)):
+        say(line)
