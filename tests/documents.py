@@ -32,6 +32,8 @@ SMALL_SWEEP = {"--windows": "2", "--rounds": "1", "--loops": "4", "--taus": "0.1
 CHEAPER: list[tuple[str, dict[str, str], str]] = [
     ("train --preset paper", {**SMALL_TRAINING, "--model.n-embd": "24", "--model.n-head": "2"}, "days on a GPU"),
     ("train --preset small", SMALL_TRAINING, "hours on two cores"),
+    ("train --preset huginn", SMALL_TRAINING, "minutes"),
+    ("bench decode --speculate runs/huginn", {"--prompts": "1", "--repeats": "1"}, "minutes"),
     ("train --task", SMALL_TASK, "minutes"),
     ("train --init runs/hops", SMALL_TASK, "minutes"),
     ("train --init", SMALL_TRAINING, "hours on two cores"),

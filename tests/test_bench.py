@@ -1,6 +1,7 @@
 """`twoscale bench decode` runs and says what it promises; no test looks at the times."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +91,18 @@ def test_attack(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found[0].quiet) == len(found[0].attacked) == 1 and len(found[0].ratios) == 8
     attacked = attack.Attacked([[1.0, 2.0], [3.0, 2.0], [2.0, 4.0]], [[4.0, 2.0], [2.0, 2.0], [8.0, 9.0]], 5)
     assert attacked.ratios == [2.0, 1.0]
+
+
+def test_speculate(cli: CommandLine, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain and speculative decoding of a run on its held-out text: ratios, bounds, right guesses by depth; clients with and without."""
+    from twoscale.bench import speculate
+
+    monkeypatch.setattr(speculate, "NEW", 6)
+    monkeypatch.setattr(speculate, "WIDTHS", (2, 4))
+    code, out, err = cli("bench", "decode", "--speculate", trained, "--prompts", 1, "--repeats", 1)
+    assert code == 0, err
+    for word in ("c(2) = ", "draft:3, 1 steps", "lookup:3", "auto", "by its steps: 1: ", "temperature 0.8", "no calibrated exit rule"):
+        assert word in out, word
+    code, out, err = cli("bench", "serve", "--speculate", trained, "--rounds", 1, "--seconds", 0.05, "--clients", 4)
+    assert code == 0 and "  1 clients" in out and "  4 clients" in out, err
+    assert cli("bench", "decode", "--speculate", trained, "--prompts", 0)[0] == 2

@@ -145,8 +145,12 @@ def waiting_batches(model: LoopedGPT, load: Load) -> Result:
 
 def scheduled(model: LoopedGPT, load: Load, policy: str, *rules: exits.Rule | None) -> Result:
     """The scheduler, fed by clients that ask again when they have their answer; requests take the rules in turn."""
-    requests, ended = load.requests(model, *rules), []
-    scheduler = Scheduler(model, policy, max_num_seqs=load.clients)
+    return closed_loop(Scheduler(model, policy, max_num_seqs=load.clients), load, load.requests(model, *rules))
+
+
+def closed_loop(scheduler: Scheduler, load: Load, requests: Iterator[Request]) -> Result:
+    """A scheduler whose clients take the next of these requests when they have their answer."""
+    ended: list[Request] = []
 
     def ask() -> Request:
         request = next(requests)

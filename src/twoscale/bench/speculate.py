@@ -1,17 +1,19 @@
 """`twoscale bench decode --speculate MODEL`: plain and speculative decoding of a trained model on held-out text.
 
 Every kind of speculation decodes the same prompts in turn with plain decoding, so that a slow moment of the machine meets them alike;
-ratios are taken within a turn. Only the tokens after the first are timed: prompts take the same time either way. Results are compared to the bit.
+ratios are taken within a turn. Only the tokens after the first are timed: prompts take the same time either way. All results must be equal.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from statistics import median
 from typing import Any
 
 import torch
 
+from twoscale.bench.serve import Load, closed_loop
 from twoscale.config import UserError
 from twoscale.engine import Loop, Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.cache import Cache
@@ -27,6 +29,7 @@ from twoscale.tradeoff.load_run import LoadedRun
 PROMPT, NEW = 48, 64  # tokens
 DEPTHS = (1, 2, 3, 4, 6)  # loop steps of a draft whose acceptance is shown
 WIDTHS = (2, 4, 8, 16)
+MOST_ROWS = 16  # of one pass
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,8 @@ class CallCosts:
 
     def __init__(self, model: LoopedGPT, length: int, repeats: int, **loop: Any) -> None:
         self.engine, self.params, self.repeats = Engine(model), loop_params(model, **loop), max(9, repeats)
-        self.cache = self.engine.new_cache(length + max(WIDTHS) + 1, self.params)
-        length = min(length, self.cache.capacity - max(WIDTHS) - 1)
+        self.cache = self.engine.new_cache(length + MOST_ROWS, self.params)
+        length = min(length, self.cache.capacity - MOST_ROWS)
         if length < 1:
             raise UserError(f"the context of {model.config.block_size} tokens is too short for this bench")
         self.engine.run([(0, self.cache, [1] * length)])
@@ -174,6 +177,23 @@ def table(found: Sequence[Measured], costs: CallCosts | None = None) -> list[str
         calls = f"{m.calls_per_token:15.1f}" if m.did.calls else f"{'-':>15}"
         lines.append(f"  {_name(m.plan):<30}{m.seconds * 1e3:11.2f}{m.ratio:7.2f}x{beside}{right}{calls}")
     return lines
+
+
+def bench_clients(run: LoadedRun, load: Load, rounds: int, loops: int, say: Callable[[str], object]) -> dict[int, list[float]]:
+    """For 1, 4, 16 and 32 clients (no more than the load has): tokens/s with `auto` beside `off`, one ratio for each round."""
+    model, texts, found = run.model, prompts_of(run, 32), dict[int, list[float]]()
+    params, new = loop_params(model, loops=loops), min(NEW, model.config.block_size // 2)
+
+    def requests(plan: Speculation) -> Iterator[Request]:
+        return (Request(prompt, SamplingParams(max_new_tokens=new), params, speculate=plan) for prompt in cycle(texts))
+
+    for round_ in range(rounds):
+        for clients in (n for n in (1, 4, 16, 32) if n <= load.clients):
+            its_load = replace(load, clients=clients)
+            off, auto = (closed_loop(Scheduler(model, max_num_seqs=clients), its_load, requests(plan)).rate for plan in (OFF, Auto()))
+            found.setdefault(clients, []).append(auto / off)
+            say(f"round {round_ + 1}, {clients} clients: {off:.1f} tokens/s off, {auto:.1f} auto")
+    return found
 
 
 def bench_speculation(

@@ -87,6 +87,8 @@ class BenchServeArgs:
     """Instead: all clients with one rule, and with eight different rules and depth limits."""
     attack: bool = False
     """Instead: the latency of every request with and without 1,000 half-open connections and one heavy request, on 127.0.0.1."""
+    speculate: str | None = None
+    """Instead: 1, 4, 16 and 32 clients of a trained model (a run, or `bundled`) with speculation `auto` and off, on held-out text."""
 
 
 def run(args: list[str]) -> int:
@@ -271,6 +273,8 @@ def _serve(args: BenchServeArgs) -> int:
         raise UserError("--prompt and --new want two numbers, at least 1, the smaller one first")
     if args.busy:
         return _serve_busy(args)
+    if args.speculate is not None:
+        return _serve_speculate(args)
     model = LoopedGPT(presets.get(args.preset).model).eval()
     load = serve.Load(args.clients, args.seconds, args.prompt, args.new)
     if args.soak:
@@ -297,6 +301,22 @@ def _serve(args: BenchServeArgs) -> int:
         print(f"beside {name}: {median(b.rate / o.rate for b, o in zip(best, found[name], strict=True)):.2f}x")
     alone, with_http = (median(r.overhead for r in results) for results in (best, found[http]))
     print(f"scheduling {alone:.1%} of the time of the engine's calls, with HTTP {with_http:.1%}")
+    return 0
+
+
+def _serve_speculate(args: BenchServeArgs) -> int:
+    from twoscale.bench.serve import Load
+    from twoscale.bench.speculate import bench_clients
+    from twoscale.interop.runs import as_run
+    from twoscale.tradeoff.load_run import load_run
+
+    assert args.speculate is not None
+    folder = as_run(args.speculate, say)
+    run = load_run(folder)
+    loops = 32 if run.model.config.n_groups == 1 else run.model.config.mean_loops
+    print(f"{folder.name}, {loops} loops, greedy, prompts of held-out text; `auto` beside `off`, ratios within a round")
+    for clients, ratios in bench_clients(run, Load(args.clients, args.seconds), args.rounds, loops, say).items():
+        print(f"{clients:3} clients {median(ratios):6.2f}x  (rounds {', '.join(f'{r:.2f}' for r in sorted(ratios))})")
     return 0
 
 
