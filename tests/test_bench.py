@@ -46,7 +46,7 @@ def test_family_computes_the_same() -> None:
     model, ids, cache = LoopedGPT(config, seed=1).eval(), [3, 9, 27, 5, 11], ListCache()
     plain = torch.stack([straightforward(model, cache, token, i, 6) for i, token in enumerate(ids)])
     assert torch.allclose(plain, twoscale.forward(model, [ids], loops=6).logits[0], atol=1e-4)
-    result = bench_family(dataclasses.replace(config, block_size=24), 3, 16, 1)
+    result = bench_family(LoopedGPT(dataclasses.replace(config, block_size=24)).eval(), 3, 16, 1)
     assert result.ours > 0 and result.straightforward > 0
 
 

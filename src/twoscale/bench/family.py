@@ -67,9 +67,9 @@ class FamilyBench:
     straightforward: float
 
 
-def bench_family(config: ModelConfig, loops: int, context: int, repeats: int) -> FamilyBench:
+def bench_family(model: LoopedGPT, loops: int, context: int, repeats: int) -> FamilyBench:
     """One token at a context, both ways in turn; the token is forgotten after each."""
-    model = LoopedGPT(config).eval()
+    config = model.config
     steps = Steps(model, 1, context, loops)
     looped = {layer for group in config.groups for layer in group}
     shape = (1, context, config.kv_heads, config.head_dim)

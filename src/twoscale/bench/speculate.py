@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from twoscale.bench.family import bench_family
 from twoscale.bench.serve import Load, closed_loop
 from twoscale.config import UserError
 from twoscale.engine import Loop, Request, SamplingParams, Scheduler, loop_params
@@ -212,8 +213,15 @@ def bench_speculation(
         say(f"  c(W), a pass of W rows:  {', '.join(f'c({w}) = {costs.together(w):.2f}' for w in WIDTHS)}")
         if one_group:
             say(f"  rows at different steps: {', '.join(f'c({w}) = {costs.apart(w):.2f}' for w in WIDTHS if loops // w > 1)}")
-        for line in table(compare(model, texts, plans, NEW, repeats, loops=loops), costs):
+        measured = compare(model, texts, plans, NEW, repeats, loops=loops)
+        for line in table(measured, costs):
             say(line)
+        if one_group:
+            straight = bench_family(model, loops, costs.length, repeats).straightforward
+            plain, best = measured[0], max(measured, key=lambda m: m.ratio)
+            times = straight / plain.seconds
+            say(f"  a straightforward loop on the same weights takes {straight * 1e3:.1f} ms a token:")
+            say(f"  plain decoding is {times:.1f} times as fast, {_name(best.plan)} {best.ratio * times:.1f} times")
         depths = [d for d in DEPTHS if d < loops]
         found = compare(model, texts, [Draft(3, d) for d in depths], NEW, 1, loops=loops)[1:]
         say("  right guesses of draft:3 by its steps: " + ", ".join(f"{m.plan.steps}: {m.did.acceptance:.0%}" for m in found))  # type: ignore[attr-defined]

@@ -126,13 +126,14 @@ def _trace(args: BenchTraceArgs) -> int:
 
 def _family(args: BenchDecodeArgs) -> int:
     from twoscale.bench.family import LAYOUTS, bench_family
+    from twoscale.model import LoopedGPT
 
     assert args.family is not None
     config, loops = LAYOUTS[args.family]
     print(f"{args.family}'s layout, width {config.n_embd}, {loops} loops, one row; medians of {3 * args.repeats} interleaved repeats")
     print("context        ours   straightforward   ratio")
     for context in (96, 448):
-        r = bench_family(config, loops, context, 3 * args.repeats)
+        r = bench_family(LoopedGPT(config).eval(), loops, context, 3 * args.repeats)
         print(f"{context:7} {r.ours * 1e3:8.2f} ms {r.straightforward * 1e3:14.2f} ms {r.straightforward / r.ours:6.2f}x")
     return 0
 

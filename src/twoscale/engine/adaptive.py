@@ -6,7 +6,7 @@ cost 1. All costs are relative to a plain pass; a is kept for each kind of guess
 """
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import product
 from weakref import WeakKeyDictionary
 
@@ -20,11 +20,13 @@ STEPS = (1, 2, 3, 4)  # loop steps of a draft
 NGRAM = 3  # tokens that a lookup compares
 MIN_GAIN = 1.08  # the predicted ratio from which on a cycle of guesses is chosen
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # before anything was measured: this share of right guesses, counted as so many guesses
+MAX_ACCEPTANCE = 0.995
 PRIOR_SLOPE = 0.2  # before it was measured: c(W) = 1 + 0.2 (W - 1)
 FORGET = 0.9  # what is known of a kind counts for this much after each of its cycles,
 FORGET_UNUSED = 0.985  # and for this much after each cycle that was plain, so that a kind is tried again some time
 SMOOTHING = 0.25  # weight of the newest time
 PLAIN_EVERY = 24  # one cycle in so many is plain, to know what it costs
+MAX_WAIT = 7  # plain cycles before the next choice, where guesses did not pay
 MAX_OUTLIER = 2.0  # a time beyond so many times the known one counts as that
 
 
@@ -45,7 +47,8 @@ class Estimates:
 
     def acceptance(self, kind: str) -> float:
         """The share of right guesses of a kind."""
-        return (self.right.get(kind, 0.0) + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (self.tried.get(kind, 0.0) + PRIOR_WEIGHT)
+        share = (self.right.get(kind, 0.0) + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (self.tried.get(kind, 0.0) + PRIOR_WEIGHT)
+        return min(share, MAX_ACCEPTANCE)
 
     def count(self, kind: str, right: int, compared: int) -> None:
         """A cycle has ended in which so many guesses were compared, the last of them wrong or all of them right."""
@@ -85,7 +88,7 @@ def estimates_of(model: LoopedGPT, request: Request) -> Estimates:
 
 def tokens_per_cycle(acceptance: float, guesses: int) -> float:
     """Mean number of tokens of a cycle: the right guesses before the first wrong one, and the true token after them."""
-    return float(sum(acceptance**i for i in range(guesses + 1)))
+    return (1 - acceptance ** (guesses + 1)) / (1 - acceptance)
 
 
 class Chooser:
@@ -99,7 +102,11 @@ class Chooser:
         full = plain + sum(n * k for n, k in zip(sizes, steps, strict=True))
         self.draft_prior = {d: (plain + sum(min(d, k) * n for n, k in zip(sizes, steps, strict=True))) / full for d in STEPS}
         """Cost of a draft relative to a plain pass, by the layers that the prompt's tokens have run through."""
-        self.has_loops = bool(sizes)
+        self.plans: list[tuple[Speculation, str, int]] = [(Lookup(NGRAM, m), "lookup", m) for m in LENGTHS]
+        if sizes:
+            self.plans += [(Draft(m, d), f"draft at {d}", m) for m, d in product(LENGTHS, STEPS)]
+        self._wait = self._waited = 0
+        """Plain cycles until the next choice, and how many there were last time: choosing takes time too."""
 
     def cost(self, plan: Speculation, guesses: int) -> float:
         """Cost of a cycle, relative to a plain pass."""
@@ -107,21 +114,27 @@ class Chooser:
         drafts = guesses * known.draft.get(plan.steps, self.draft_prior[plan.steps]) if isinstance(plan, Draft) else 0.0
         return drafts + 1 + known.slope * guesses
 
-    def choose(self, most: int, found: int) -> Speculation:
-        """The next cycle, if at most `most` guesses are of use and a lookup gives `found` of them."""
+    def choose(self, most: int, look_up: Callable[[int, int], Sequence[int]]) -> Speculation:
+        """The next cycle, if at most `most` guesses are of use; `look_up(ngram, n)` gives those of a lookup."""
         known, gain = self.estimates, MIN_GAIN
         best: Speculation = OFF
         known.cycles += 1
         if known.plain is None or known.cycles % PLAIN_EVERY == 0 or len(self.request.tokens) < 2:
             return OFF
-        plans: list[tuple[Speculation, int]] = [(Draft(m, d), m) for m, d in product(LENGTHS, STEPS) if m <= most and self.has_loops]
-        plans += [(Lookup(NGRAM, m), m) for m in LENGTHS if m <= min(most, found)]
-        for plan, m in plans:
-            ratio = tokens_per_cycle(known.acceptance(kind_of(plan)), m) / self.cost(plan, m)
-            if ratio > gain:
-                best, gain = plan, ratio
+        if self._wait:
+            self._wait -= 1
+            known.forget()
+            return OFF
+        found = len(look_up(NGRAM, min(most, max(LENGTHS))))
+        acceptance = {kind: known.acceptance(kind) for kind in dict.fromkeys(kind for _, kind, _ in self.plans)}
+        for plan, kind, m in self.plans:
+            if m <= (found if kind == "lookup" else most):
+                ratio = tokens_per_cycle(acceptance[kind], m) / self.cost(plan, m)
+                if ratio > gain:
+                    best, gain = plan, ratio
         if best == OFF:
             known.forget()
+        self._wait = self._waited = min(MAX_WAIT, 2 * self._waited + 1) if best == OFF else 0
         return best
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from twoscale.engine.adaptive import LENGTHS, NGRAM, Chooser, estimates_of, kind_of
+from twoscale.engine.adaptive import Chooser, estimates_of, kind_of
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
 from twoscale.engine.request import Draw, LoopParams, Request
@@ -105,7 +105,7 @@ class Drafter:
         """The next cycle of `auto`."""
         if self._chooser is None:
             self._chooser = Chooser(self.request, self.engine.config, estimates_of(self.engine.origin, self.request))
-        return self._chooser.choose(most, len(self._look_up(NGRAM, min(most, max(LENGTHS)))))
+        return self._chooser.choose(most, self._look_up)
 
     def is_draft(self, cache: Cache) -> bool:
         """Whether a pass with this cache was a draft."""
@@ -135,6 +135,9 @@ class Drafter:
         request, drafted = self.request, len(self.guesses)
         assert request.cache is not None and 1 <= kept <= drafted + 1
         self._pass_ended(steps, None)
+        if not drafted and self._draft_cache is None:  # a plain pass: there is nothing to take back
+            self._drafts_left = None
+            return
         if self._chooser is not None and drafted:
             self._chooser.estimates.count(kind_of(self.plan), kept - 1, min(kept, drafted))
         request.speculation += SpeculationStats(drafted, kept - 1, drafted + 1 - kept)
