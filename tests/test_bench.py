@@ -97,9 +97,8 @@ def test_speculate(cli: CommandLine, trained: Path, monkeypatch: pytest.MonkeyPa
     """Plain and speculative decoding of a run on its held-out text: ratios, bounds, right guesses by depth; clients with and without."""
     from twoscale.bench import speculate
 
-    monkeypatch.setattr(speculate, "NEW", 6)
     monkeypatch.setattr(speculate, "WIDTHS", (2, 4))
-    code, out, err = cli("bench", "decode", "--speculate", trained, "--prompts", 1, "--repeats", 1)
+    code, out, err = cli("bench", "decode", "--speculate", trained, "--prompts", 1, "--repeats", 1, "--new-tokens", 6)
     assert code == 0, err
     for word in ("c(2) = ", "draft:3, 1 steps", "lookup:3", "auto", "by its steps: 1: ", "temperature 0.8", "no calibrated exit rule"):
         assert word in out, word

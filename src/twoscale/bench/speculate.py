@@ -27,7 +27,7 @@ from twoscale.model import LoopedGPT
 from twoscale.tradeoff.heldout import heldout_windows
 from twoscale.tradeoff.load_run import LoadedRun
 
-PROMPT, NEW = 48, 64  # tokens
+PROMPT = 48  # tokens
 DEPTHS = (1, 2, 3, 4, 6)  # loop steps of a draft whose acceptance is shown
 WIDTHS = (2, 4, 8, 16)
 MOST_ROWS = 16  # of one pass
@@ -183,7 +183,7 @@ def table(found: Sequence[Measured], costs: CallCosts | None = None) -> list[str
 def bench_clients(run: LoadedRun, load: Load, rounds: int, loops: int, say: Callable[[str], object]) -> dict[int, list[float]]:
     """For 1, 4, 16 and 32 clients (no more than the load has): tokens/s with `auto` beside `off`, one ratio for each round."""
     model, texts, found = run.model, prompts_of(run, 32), dict[int, list[float]]()
-    params, new = loop_params(model, loops=loops), min(NEW, model.config.block_size // 2)
+    params, new = loop_params(model, loops=loops), min(64, model.config.block_size // 2)
 
     def requests(plan: Speculation) -> Iterator[Request]:
         return (Request(prompt, SamplingParams(max_new_tokens=new), params, speculate=plan) for prompt in cycle(texts))
@@ -198,7 +198,7 @@ def bench_clients(run: LoadedRun, load: Load, rounds: int, loops: int, say: Call
 
 
 def bench_speculation(
-    run: LoadedRun, calibration: tuple[Any, int] | None, prompts: int, repeats: int, say: Callable[[str], object]
+    run: LoadedRun, calibration: tuple[Any, int] | None, prompts: int, new: int, repeats: int, say: Callable[[str], object]
 ) -> None:
     """All tables, line by line."""
     model = run.model
@@ -208,12 +208,12 @@ def bench_speculation(
     plans: list[Speculation] = [Draft(m, d) for d in steps[:2] for m in ((7, 15) if one_group else (3, 5))]
     plans += [Lookup(3), *([Wavefront(4, 8), Wavefront(2, 16)] if one_group else []), Auto()]
     for loops in (16, 32) if one_group else (model.config.mean_loops,):
-        costs = CallCosts(model, len(texts[0]) + NEW // 2, repeats, loops=loops)
+        costs = CallCosts(model, len(texts[0]) + new // 2, repeats, loops=loops)
         say(f"\nT = {loops}, greedy")
         say(f"  c(W), a pass of W rows:  {', '.join(f'c({w}) = {costs.together(w):.2f}' for w in WIDTHS)}")
         if one_group:
             say(f"  rows at different steps: {', '.join(f'c({w}) = {costs.apart(w):.2f}' for w in WIDTHS if loops // w > 1)}")
-        measured = compare(model, texts, plans, NEW, repeats, loops=loops)
+        measured = compare(model, texts, plans, new, repeats, loops=loops)
         for line in table(measured, costs):
             say(line)
         if one_group:
@@ -223,15 +223,15 @@ def bench_speculation(
             say(f"  a straightforward loop on the same weights takes {straight * 1e3:.1f} ms a token:")
             say(f"  plain decoding is {times:.1f} times as fast, {_name(best.plan)} {best.ratio * times:.1f} times")
         depths = [d for d in DEPTHS if d < loops]
-        found = compare(model, texts, [Draft(3, d) for d in depths], NEW, 1, loops=loops)[1:]
+        found = compare(model, texts, [Draft(3, d) for d in depths], new, 1, loops=loops)[1:]
         say("  right guesses of draft:3 by its steps: " + ", ".join(f"{m.plan.steps}: {m.did.acceptance:.0%}" for m in found))  # type: ignore[attr-defined]
     say(f"\nT = {loops}, sampled at temperature 0.8")
-    for line in table(compare(model, texts, [plans[0], Auto()], NEW, repeats, 0.8, loops=loops)):
+    for line in table(compare(model, texts, [plans[0], Auto()], new, repeats, 0.8, loops=loops)):
         say(line)
     if calibration is None:
         say("\nno calibrated exit rule here: `twoscale calibrate` makes one, and this bench measures `auto` with it")
         return
     rules, most = calibration
     say(f"\nthe calibrated exit rule, at most {most} loops, greedy")
-    for line in table(compare(model, texts, [Auto()], NEW, repeats, exit=rules, loops=most)):
+    for line in table(compare(model, texts, [Auto()], new, repeats, exit=rules, loops=most)):
         say(line)

@@ -61,6 +61,8 @@ class BenchDecodeArgs:
     """Instead: plain and speculative decoding of a trained model (a run, or `bundled`) on held-out text, and what bounds their ratio."""
     prompts: int = 4
     """With --speculate: prompts from the held-out text."""
+    new_tokens: int = 64
+    """With --speculate: tokens to write after each prompt."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +162,13 @@ def _busy(args: BenchDecodeArgs) -> int:
 
 
 def _speculate(args: BenchDecodeArgs) -> int:
-    from twoscale.bench.speculate import NEW, PROMPT, bench_speculation
+    from twoscale.bench.speculate import PROMPT, bench_speculation
     from twoscale.engine.kernels.library import c_library
     from twoscale.interop.runs import as_run
     from twoscale.tradeoff.load_run import calibration_for, load_run
 
-    if min(args.repeats, args.prompts) < 1:
-        raise UserError("--repeats and --prompts are at least 1")
+    if min(args.repeats, args.prompts) < 1 or args.new_tokens < 2:
+        raise UserError("--repeats and --prompts are at least 1, --new-tokens at least 2")
     if c_library() is None:
         raise UserError("this bench needs the C kernels, without which speculation is off: install a C compiler")
     assert args.speculate is not None
@@ -178,8 +180,10 @@ def _speculate(args: BenchDecodeArgs) -> int:
         calibration = None
     parameters = sum(p.numel() for p in run.model.parameters())
     print(f"{folder.name}: {parameters / 1e6:.2f}M parameters, loop groups {run.model.config.groups}, held-out text of {run.source}")
-    print(f"{args.prompts} prompts of {PROMPT} tokens, {NEW} new ones; medians of {args.repeats} turns in which all take part; same bits")
-    bench_speculation(run, calibration, args.prompts, args.repeats, print)
+    print(
+        f"{args.prompts} prompts of {PROMPT} tokens, {args.new_tokens} new ones; medians of {args.repeats} turns in which all take part; same bits"
+    )
+    bench_speculation(run, calibration, args.prompts, args.new_tokens, args.repeats, print)
     return 0
 
 
