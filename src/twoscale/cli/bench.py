@@ -180,9 +180,7 @@ def _speculate(args: BenchDecodeArgs) -> int:
         calibration = None
     parameters = sum(p.numel() for p in run.model.parameters())
     print(f"{folder.name}: {parameters / 1e6:.2f}M parameters, loop groups {run.model.config.groups}, held-out text of {run.source}")
-    print(
-        f"{args.prompts} prompts of {PROMPT} tokens, {args.new_tokens} new ones; medians of {args.repeats} turns in which all take part; same bits"
-    )
+    print(f"{args.prompts} prompts of {PROMPT} tokens, {args.new_tokens} new ones; medians of {args.repeats} turns of all; equal results")
     bench_speculation(run, calibration, args.prompts, args.new_tokens, args.repeats, print)
     return 0
 
