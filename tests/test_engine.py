@@ -17,8 +17,10 @@ from reference import Reference
 from reference_rules import leaves
 from twoscale import exits
 from twoscale.config import ModelConfig
+from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
 from twoscale.engine import Engine, Loop, loop_params
 from twoscale.engine.kernels.library import c_library
+from twoscale.engine.kernels.quantize import quantize
 from twoscale.engine.rows import Rows, make_part
 from twoscale.model import LoopedGPT
 
@@ -312,18 +314,25 @@ def test_config_without_groups() -> None:
     assert gen.steps == [[()] * 5]
 
 
-@pytest.mark.parametrize("heads, head", [(2, 16), (3, 32), (2, 48), (1, 64), (2, 72), (1, 96)])
-def test_bits(heads: int, head: int) -> None:
-    """With the C kernels a row's states do not depend, to the bit, on the rows beside it: whole, in pieces, one by one, in company."""
+BITS = [(2, 16, "fp32"), (3, 32, "fp32"), (2, 48, "fp32"), (1, 64, "fp32"), (2, 72, "fp32"), (1, 96, "fp32")]
+BITS += [(heads, head, dtype) for dtype in WEIGHT_DTYPES[1:] for heads, head in ((3, 32), (4, 72))]
+
+
+@pytest.mark.parametrize("heads, head, dtype", BITS)
+@pytest.mark.parametrize("exit", [exits.Acceleration(1.0, normalize="steps"), None], ids=["exits", "all loops"])
+def test_bits(heads: int, head: int, dtype: WeightDtype, exit: exits.Rule | None) -> None:
+    """With the C kernels a row's states do not depend, to the bit, on the rows beside it: whole, in pieces, one by one, in company, with
+    weights in any dtype, with exits and without."""
     if c_library() is None:
         pytest.skip("no C compiler on this machine")
     config = dataclasses.replace(small_model(block_size=64), n_head=heads, n_embd=heads * head)
     model = loud(config, 0, scale=0.1)
+    model = model if dtype == "fp32" else quantize(model, dtype)
     chance = torch.Generator().manual_seed(1)
     ids = torch.randint(0, config.vocab_size, (4, 23), generator=chance).tolist()
 
     def states(*pieces: list[int], company: int = 0) -> torch.Tensor:
-        engine, params = Engine(model), loop_params(model, loops=5, exit=exits.Acceleration(1.0, normalize="steps"))
+        engine, params = Engine(model), loop_params(model, loops=5, exit=exit)
         mine, others, found = engine.new_cache(64, params), [engine.new_cache(64, params) for _ in range(company)], []
         for piece in pieces:
             x, _ = engine.run(

@@ -126,14 +126,14 @@ from twoscale.engine.kernels import native
 from twoscale.engine.kernels.library import c_library
 
 if c_library() is not None:
-    panels, calls = native.panels, []
+    pack, calls = native.pack, []
 
-    def slow_panels(weight):
-        calls.append(weight.shape)
+    def slow_pack(matrix, dtype):
+        calls.append(matrix.values.shape)
         time.sleep(0.005)  # the others get here meanwhile, if they may
-        return panels(weight)
+        return pack(matrix, dtype)
 
-    native.panels = slow_panels
+    native.pack = slow_pack
     want = twoscale.generate(loud(small_model(), scale=0.1), [[1, 2, 3]], 8).tokens
     packed, model = len(calls), loud(small_model(), scale=0.1)
     found = at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8).tokens)

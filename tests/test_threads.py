@@ -13,29 +13,34 @@ import twoscale
 from conftest import small_model
 from twoscale import exits
 from twoscale.config.cpu import usable_cores
+from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
 from twoscale.engine.kernels import library as kernels
-from twoscale.engine.kernels.library import c_library, panels, threads_to_use
+from twoscale.engine.kernels.library import c_library, threads_to_use
+from twoscale.engine.kernels.panels import Panels, pack
 from twoscale.model import LoopedGPT
+from twoscale.model.quantized import QuantizedLinear, quantize_matrix
 
 needs_kernel = pytest.mark.skipif(c_library() is None, reason="no C compiler")
 
 
-def product(threads: int, x: torch.Tensor, inside: torch.Tensor, outputs: int) -> torch.Tensor:
-    y = torch.full((len(x), outputs), torch.nan)
-    c_library().linear(threads, len(x), x.shape[1], outputs, x.data_ptr(), inside.data_ptr(), y.data_ptr())
+def product(threads: int, x: torch.Tensor, w: Panels) -> torch.Tensor:
+    y = torch.full((len(x), w.shape[0]), torch.nan)
+    c_library().linear(threads, len(x), w.address, x.data_ptr(), y.data_ptr())
     return y
 
 
 @needs_kernel
-def test_any_number_of_threads() -> None:
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_any_number_of_threads(dtype: WeightDtype) -> None:
     """A product has the same bits with any number of threads, more than cores included, call after call."""
     chance = torch.Generator().manual_seed(0)
     x, w = torch.randn(7, 300, generator=chance), torch.randn(1000, 300, generator=chance)
-    inside = panels(w)
-    expected = product(1, x, inside, 1000)
-    assert torch.allclose(expected, x @ w.T, atol=1e-3)
-    for i in range(3000):
-        assert product((2, 3, 8, 64, 1000)[i % 5], x, inside, 1000).equal(expected), i
+    matrix = quantize_matrix(w, dtype)
+    inside = pack(matrix, dtype)
+    expected = product(1, x, inside)
+    assert torch.allclose(expected, QuantizedLinear(matrix, dtype)(x), atol=1e-3)
+    for i in range(500):
+        assert product((2, 3, 8, 64, 1000)[i % 5], x, inside).equal(expected), i
 
 
 @needs_kernel
@@ -43,10 +48,10 @@ def test_calls_from_many_threads() -> None:
     """Calls that meet do not disturb each other: one has the team, the others compute alone."""
     chance = torch.Generator().manual_seed(1)
     x, w = torch.randn(3, 64, generator=chance), torch.randn(400, 64, generator=chance)
-    inside = panels(w)
-    expected = product(1, x, inside, 400)
+    inside = [pack(quantize_matrix(w, dtype), dtype) for dtype in WEIGHT_DTYPES]
+    expected = [product(1, x, w) for w in inside]
     with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(lambda i: product(1 + i % 4, x, inside, 400).equal(expected), range(3000)))
+        assert all(pool.map(lambda i: product(1 + i % 3, x, inside[i % 4]).equal(expected[i % 4]), range(3000)))
 
 
 @needs_kernel

@@ -40,8 +40,9 @@ class Engine:
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         decode_copy = DecodeCopy(model, TorchKernels()) if autocast else decode_copy or optimize_for_decode(model, kernels)
         self.model, self.kernels = decode_copy.model, decode_copy.kernels.for_engine()
-        self.device = model.wte.weight.device
-        dtype = torch.get_autocast_dtype(self.device.type) if autocast else model.wte.weight.dtype
+        first = next(model.parameters())
+        self.device = first.device
+        dtype = torch.get_autocast_dtype(self.device.type) if autocast else first.dtype
         self._like = torch.empty(0, dtype=dtype, device=self.device)
         self.loop_steps = [0] * self.config.n_groups
         """For each group, the loop steps of all tokens so far."""

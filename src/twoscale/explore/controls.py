@@ -40,5 +40,5 @@ def threshold_words(session: Session, rule: str, power: float) -> str:
 
 def size_words(session: Session) -> str:
     """Parameters of the model."""
-    n = sum(p.numel() for p in session.model.parameters())
+    n = session.model.config.matrix_parameters
     return f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.1f}M" if n >= 1e6 else f"{n / 1e3:.0f}k"

@@ -247,7 +247,9 @@ class Session:
 
     def _said(self, group: int, states: Tensor, chosen: int) -> list[Said]:
         """The head on each state (K, C) of a group, as if it left there."""
-        shares = torch.softmax(self.model.head(self.model.groups[group].output(states.to(self.model.wte.weight.device))).float(), dim=-1)
+        shares = torch.softmax(
+            self.model.head(self.model.groups[group].output(states.to(next(self.model.parameters()).device))).float(), dim=-1
+        )
         best = shares.topk(min(TOP, shares.shape[-1]), dim=-1)
         return [
             Said(tokens, [self.tokenizer.decode([t]) for t in tokens], values, float(shares[k, chosen]))

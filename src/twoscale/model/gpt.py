@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twoscale.config import ModelConfig, RunConfig, UserError
+from twoscale.config.dtypes import WeightDtype
 from twoscale.model.group import LoopGroup, Recorder
 from twoscale.model.layers import Block, RMSNorm, Rope, rope_table
 from twoscale.model.noise import truncated_normal_
@@ -65,8 +66,15 @@ class LoopedGPT(nn.Module):
         self.lm_head = None if c.tie_head else nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
         self.calibration: Callable[[], tuple[Any, int]] | None = None
         """Exit rules and most loops for exit="auto"; set by `twoscale.load`, valid for the weights that were loaded."""
+        self.weight_dtype: WeightDtype = "fp32"
+        """How the matrices are stored; another one than fp32 is for inference alone (`engine/kernels/quantize.py`)."""
         if seed is not None:
             init_weights(self, seed)
+
+    def train(self, mode: bool = True) -> "LoopedGPT":
+        if mode and self.weight_dtype != "fp32":
+            raise UserError(f"a model with its weights in {self.weight_dtype} cannot be trained: load it with dtype='fp32'")
+        return super().train(mode)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

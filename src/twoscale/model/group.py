@@ -50,6 +50,14 @@ class Adapter(nn.Linear):
         return F.linear(e, self.weight[:, self.out_features :])
 
 
+class SplitAdapter(nn.Module):
+    """An adapter whose two halves are modules of their own, for inference."""
+
+    def __init__(self, of_state: nn.Module, of_input: nn.Module) -> None:
+        super().__init__()
+        self.of_state, self.of_input = of_state, of_input
+
+
 class LoopGroup(nn.Module):
     """Layers that run K times on a state x, with the group's input e injected at every step."""
 

@@ -47,7 +47,7 @@ def predictions(model: LoopedGPT, ids: Tensor, places: Tensor, loops: int) -> Te
 def measure_staircase(model: LoopedGPT, task: Task, loops: int, samples: int, seed: int = 0, step: int = 0) -> Staircase:
     """Accuracy on the first held-out samples. Start states are those of evaluation."""
     batch = task.heldout(samples, seed)
-    device = model.wte.weight.device
+    device = next(model.parameters()).device
     right = torch.zeros(task.max_depth + 1, loops, dtype=torch.int64)
     count = torch.zeros(task.max_depth + 1, dtype=torch.int64)
     for first in range(0, samples, ROWS):

@@ -166,8 +166,8 @@ def trace(
 
 
 def fingerprint(model: LoopedGPT) -> str:
-    """Tells one model from another: its config and the first entries of every weight."""
-    crc = zlib.crc32(repr(model.config).encode())
+    """Tells one model from another: its config, how its weights are stored, and the first entries of every parameter."""
+    crc = zlib.crc32(f"{model.config!r} {model.weight_dtype}".encode())
     for p in model.parameters():
         local = p.to_local() if hasattr(p, "to_local") else p
         crc = zlib.crc32(local.detach().flatten()[:64].float().cpu().clone().numpy().tobytes(), crc)

@@ -40,7 +40,7 @@ class Evaluation(OneLine):
 
 def evaluate(model: LoopedGPT, text: HeldOut, exit: Exit | None, loops: int | Sequence[int]) -> Evaluation:
     """One parallel pass over the text, some windows at a time."""
-    T, device = text.ids.shape[1], model.wte.weight.device
+    T, device = text.ids.shape[1], next(model.parameters()).device
     batch = max(1, min(16, LOGITS // (T * model.config.vocab_size)))
     losses, steps, choices = [], [], []
     for first in range(0, len(text.ids), batch):

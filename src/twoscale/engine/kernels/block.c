@@ -6,7 +6,8 @@
 typedef struct {
     int32_t C, H, J, D, M, gated, norm_after_add;
     float eps;
-    const float *gain1, *qkv, *qk_bias, *out, *gain2, *gain3, *up, *down, *gain4;
+    const float *gain1, *qk_bias, *gain2, *gain3, *gain4;
+    Matrix qkv, out, up, down;
 } Block;
 
 /* Adds the bias of queries and keys and applies the rotary embedding to one row of heads (H + J, D); each is optional. `sin` is signed: its
@@ -31,7 +32,8 @@ typedef struct {
     int qkv_width, attn_width, up_width; /* (H + 2 J) D, H D, and M or 2 M if gated */
     int has_bias_or_rope;
     const Block *b;
-    const float *x, *cos, *sin, *qkv, *attn_out, *up, *down;
+    const float *x, *cos, *sin;
+    Matrix qkv, attn_out, up, down;
     float *normed, *branch, *middle, *heads, *hidden, *out;
     Attention attention;
 } BlockRows;
@@ -44,14 +46,14 @@ static void block_task(const void *arguments, Thread *self) {
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) rms_norm_row(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
     if (!finish_phase(self, &s)) return;
-    if (!matmul(self, n, C, a->qkv_width, a->qkv, a->normed, C, a->heads, a->qkv_width)) return;
+    if (!matmul(self, n, &a->qkv, a->normed, C, a->heads, a->qkv_width)) return;
     s = begin_phase(self, a->has_bias_or_rope ? n : 0, rows_per_claim);
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++)
             add_bias_and_rope(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->qkv_width);
     if (!finish_phase(self, &s)) return;
     if (!attention(self, &a->attention)) return;
-    if (!matmul(self, n, a->attn_width, C, a->attn_out, a->attention.out, a->attn_width, a->branch, C)) return;
+    if (!matmul(self, n, &a->attn_out, a->attention.out, a->attn_width, a->branch, C)) return;
     s = begin_phase(self, n, rows_per_claim);
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
@@ -60,7 +62,7 @@ static void block_task(const void *arguments, Thread *self) {
             rms_norm_row(C, a->middle + at, b->gain3, b->eps, a->normed + at);
         }
     if (!finish_phase(self, &s)) return;
-    if (!matmul(self, n, C, a->up_width, a->up, a->normed, C, a->hidden, a->up_width)) return;
+    if (!matmul(self, n, &a->up, a->normed, C, a->hidden, a->up_width)) return;
     s = begin_phase(self, (a->M + 63) / 64, items_per_claim(self, (a->M + 63) / 64)); /* 64 channels of all rows */
     while (claim(self, &s))
         for (int t = 0; t < n; t++) {
@@ -68,7 +70,7 @@ static void block_task(const void *arguments, Thread *self) {
             silu_row(64 * s.first, 64 * s.last < a->M ? 64 * s.last : a->M, a->M, b->gated, h, h);
         }
     if (!finish_phase(self, &s)) return;
-    if (!matmul(self, n, a->M, C, a->down, a->hidden, a->up_width, a->branch, C)) return;
+    if (!matmul(self, n, &a->down, a->hidden, a->up_width, a->branch, C)) return;
     s = begin_phase(self, n, rows_per_claim);
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {

@@ -7,7 +7,8 @@
 
 With `native` and `packed` the copy owns all its memory: later changes of the model do not affect it, and the model may be moved or freed.
 `optimize_for_decode` compares a fingerprint of the model's weights with that of the cached copy, and makes a new copy if they differ. With
-`torch` nothing is copied. A model on a GPU or in another dtype than fp32 always uses `torch`.
+`torch` nothing is copied. A model on a GPU or in another dtype than fp32 always uses `torch`. A model whose matrices are in panels already
+(`quantize.py`) shares them with its copy, whatever the kernels.
 """
 
 import threading
@@ -22,12 +23,13 @@ from twoscale.config import UserError
 from twoscale.engine.kernels.base import Kernels
 from twoscale.engine.kernels.fingerprint import fingerprint, weights_of
 from twoscale.engine.kernels.library import c_library
-from twoscale.engine.kernels.native import NativeKernels
+from twoscale.engine.kernels.native import NativeEmbedding, NativeKernels, NativeLinear
 from twoscale.engine.kernels.packed import PackedKernels, own_copy
 from twoscale.engine.kernels.torch_ops import TorchKernels
 from twoscale.model import LoopedGPT
-from twoscale.model.group import Adapter
+from twoscale.model.group import Adapter, SplitAdapter
 from twoscale.model.layers import MLP, Block, RMSNorm
+from twoscale.model.quantized import QuantizedLinear
 
 KernelName = Literal["auto", "native", "packed", "torch"]
 NAMES = ("auto", "native", "packed", "torch")
@@ -46,25 +48,16 @@ class DecodeCopy:
     kernels: Kernels
 
 
-class SplitAdapter(nn.Module):
-    """A group's input projection A [x; e], split into its parts for the state x and for the input e."""
-
-    def __init__(self, adapter: Adapter, kernels: Kernels) -> None:
-        super().__init__()
-        width, weight = adapter.out_features, adapter.weight.detach()
-        self.of_state = kernels.linear(weight[:, :width].contiguous())
-        self.of_input = kernels.linear(weight[:, width:].contiguous())
-
-
 _COPYING = threading.RLock()  # one thread at a time makes copies: kernels run without the GIL, and the weights they read must not be freed
 _COPIES: WeakKeyDictionary[LoopedGPT, dict[str, tuple[object, DecodeCopy]]] = WeakKeyDictionary()
 
 
 def choose_kernels(name: KernelName, model: LoopedGPT) -> Kernels:
-    """The kernels for a model by name; always `torch` unless all weights are plain fp32 tensors on the CPU."""
+    """The kernels for a model by name; always `torch` unless all weights are plain fp32 tensors on the CPU, or in panels."""
     if name not in NAMES:
         raise UserError(f"kernels = {name!r}: choose one of {', '.join(NAMES)}")
-    if name == "torch" or not all(_is_plain(w) for _, w in weights_of(model)):
+    by_torch = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    if name == "torch" or by_torch or not all(_is_plain(w) for _, w in weights_of(model)):
         return TorchKernels()
     library = None if name == "packed" else c_library()
     if library is not None:
@@ -106,8 +99,10 @@ def _copy(model: LoopedGPT, kernels: Kernels) -> LoopedGPT:
         return new
 
     def make(module: nn.Module) -> nn.Module:
+        if isinstance(module, NativeLinear | NativeEmbedding):
+            return module  # its panels never change
         if isinstance(module, Adapter) and copies:
-            return SplitAdapter(module, kernels)
+            return SplitAdapter(*(kernels.linear(half.contiguous()) for half in module.weight.detach().chunk(2, dim=1)))
         if isinstance(module, nn.Linear) and module.bias is None and copies:
             return kernels.linear(module.weight.detach())
         if isinstance(module, RMSNorm):

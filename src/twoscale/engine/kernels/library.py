@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import mmap
 import os
 import platform
 import shutil
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twoscale.config import UserError
@@ -36,8 +34,6 @@ preloaded."""
 MAX_FUSED_ROWS = 512
 """Up to this many rows a block is one fused call; more rows use one call per operator, which needs less scratch memory."""
 
-PANEL = 16  # outputs of a panel, as in matmul.c
-HUGE_PAGE = 2 << 20  # bytes
 SOURCES = ("team.c", "vector.c", "matmul.c", "rowwise.c", "attention.c", "block.c", "sample.c", "fingerprint.c")
 """One translation unit, in this order."""
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
@@ -48,7 +44,7 @@ Library = ctypes.CDLL
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
-    "linear": [_INT] * 4 + [_PTR] * 3,
+    "linear": [_INT] * 2 + [_PTR] * 3,
     "silu": [_INT] * 4 + [_PTR] * 2,
     "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
     "residual_norm": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
@@ -61,13 +57,23 @@ _SIGNATURES = {
 }
 
 
+class MatrixStruct(ctypes.Structure):
+    """The struct Matrix of matmul.c: a weight matrix in panels, and its format (see panels.py)."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "scales")),
+        *((name, ctypes.c_int32) for name in ("O", "I", "format")),
+    )
+
+
 class BlockWeights(ctypes.Structure):
     """The struct Block of block.c: sizes and weights of a block. gain1 .. gain4 are the gains of `Block.norm1` .. `Block.norm4`."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("C", "H", "J", "D", "M", "gated", "norm_after_add")),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("gain1", "qkv", "qk_bias", "out", "gain2", "gain3", "up", "down", "gain4")),
+        *((name, ctypes.c_void_p) for name in ("gain1", "qk_bias", "gain2", "gain3", "gain4")),
+        *((name, MatrixStruct) for name in ("qkv", "out", "up", "down")),
     )
 
 
@@ -170,26 +176,6 @@ def floats(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
-def panels(weight: Tensor) -> Tensor:
-    """A matrix (O, I) in the layout of the kernels: panels of 16 outputs (ceil(O / 16), I, 16), padded with zeros."""
-    weight = weight.detach()
-    O, I = weight.shape  # noqa: E741
-    padded = F.pad(weight, (0, 0, 0, -O % PANEL)).view(-1, PANEL, I).transpose(1, 2)
-    return _empty_matrix(padded.shape).copy_(padded)
-
-
-def _empty_matrix(shape: torch.Size) -> Tensor:
-    """An empty tensor for a matrix. Large ones use huge pages if the system has them: the kernels are about 5 % faster."""
-    size = 4 * shape.numel()
-    if size < 2 * HUGE_PAGE or SANITIZE or not hasattr(mmap, "MADV_HUGEPAGE"):  # the sanitizer checks memory of malloc only
-        return floats(shape.numel()).view(shape)
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.float32)
-    return whole[-whole.data_ptr() % HUGE_PAGE // 4 :][: shape.numel()].view(shape)
-
-
 def load_library() -> Library:
     """The library from the cache folder if it is there and intact, else newly compiled."""
     if SANITIZE and not hasattr(ctypes.CDLL(None), "__asan_init"):
@@ -228,12 +214,10 @@ def _open_library(path: Path) -> Library:
 
 
 def _self_test(library: Library) -> bool:
-    """Whether a small matrix product agrees with torch."""
-    x, w = (torch.linspace(-1, 1, n * 37, dtype=torch.float32, device="cpu").view(n, 37) for n in (3, 19))
-    packed, y = panels(w), floats(3 * 19).view(3, 19)
-    addresses = pointer(x, 3 * 37), pointer(packed, 2 * PANEL * 37), pointer(y, 3 * 19)
-    library.linear(threads_to_use(), 3, 37, 19, *addresses)
-    return torch.allclose(y, F.linear(x, w), atol=1e-4)
+    """Whether small matrix products agree with torch in every format."""
+    from twoscale.engine.kernels.panels import agrees_with_torch
+
+    return agrees_with_torch(library)
 
 
 def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:

@@ -1,9 +1,26 @@
-/* Matrix products: weights in panels, micro kernels for few rows. */
-
-/* Weight matrices are stored in panels of 16 outputs: w[o / 16][i][o % 16], the last panel padded with zeros. A panel is read CHUNK inputs
- * at a time, which stay in the L1 cache for all rows. A dot product is the sum of its chunks' sums, added in order. */
+/* Matrix products: weights in panels, in four formats; micro kernels for few rows.
+ *
+ * Weight matrices are stored in panels of 16 outputs: w[o / 16][i][o % 16], the last panel padded with zeros. A panel is read CHUNK inputs
+ * at a time, which stay in the L1 cache for all rows. A dot product is the sum of its chunks' sums, added in order.
+ *
+ * FP32, BF16  the weights themselves
+ * INT8        whole numbers, with a scale for each output and chunk: the sum of a chunk is multiplied by it
+ * W8A8        as INT8, and the inputs are whole numbers too, with a scale for each row and chunk. Four inputs of an output lie side by side:
+ *             w[o / 16][i / 4][o % 16][i % 4]. The sum of a chunk is an exact integer, whatever instructions compute it.
+ *
+ * With the first three the inputs are fp32 and weights become fp32 before they are multiplied, which is exact.
+ */
 #define PANEL 16
 #define CHUNK 256
+
+enum { FP32, BF16, INT8, W8A8 };
+
+/* A weight matrix (O, I); library.py has the same fields in the same order. */
+typedef struct {
+    const void *panels;
+    const float *scales; /* (panels, chunks, 16); null for FP32 and BF16 */
+    int32_t O, I, format;
+} Matrix;
 
 /* Keep a vector in a register; without this the compiler loads the weights again for every row. */
 #ifdef __AVX__
@@ -11,50 +28,193 @@
 #else
 #define KEEP_IN_REGISTER(v) (void)(v)
 #endif
+#define INLINE static inline __attribute__((always_inline))
 
-/* The inner kernel: T rows of x times P panels over k inputs, for the first `n_outputs` outputs. y[t] = x[t] w, or y[t] += x[t] w with
- * `accumulate`. With three rows or more the next chunk is prefetched: the hardware prefetcher stops at page boundaries. */
-#define MICRO(T, P)                                                                                                                               \
-    static void micro_##T##_##P(int k, long panel, const float *w, const float *x, long ldx, float *y, long ldy, int n_outputs, int accumulate) { \
-        v8 acc[T][2 * P];                                                                                                                         \
-        for (int t = 0; t < T; t++)                                                                                                               \
-            for (int j = 0; j < 2 * P; j++) acc[t][j] = splat(0);                                                                                 \
-        for (int i = 0; i < k; i++) {                                                                                                             \
-            v8 ws[2 * P];                                                                                                                         \
-            if (T > 2) __builtin_prefetch(w + (i + CHUNK) * PANEL, 0, 2);                                                                         \
-            for (int j = 0; j < 2 * P; j++) ws[j] = load(w + j / 2 * panel + i * PANEL + j % 2 * 8);                                              \
-            if (T > 1) for (int j = 0; j < 2 * P; j++) KEEP_IN_REGISTER(ws[j]);                                                                   \
-            for (int t = 0; t < T; t++) {                                                                                                         \
-                v8 xs = splat(x[t * ldx + i]);                                                                                                    \
-                for (int j = 0; j < 2 * P; j++) acc[t][j] = fma8(ws[j], xs, acc[t][j]);                                                           \
-            }                                                                                                                                     \
-        }                                                                                                                                         \
-        for (int t = 0; t < T; t++)                                                                                                               \
-            for (int j = 0; j < 2 * P; j++) {                                                                                                     \
-                float *at = y + t * ldy + 8 * j;                                                                                                  \
-                if (8 * j + 8 <= n_outputs) store(at, accumulate ? load(at) + acc[t][j] : acc[t][j]);                                             \
-                else for (int o = 0; 8 * j + o < n_outputs; o++) at[o] = accumulate ? at[o] + acc[t][j][o] : acc[t][j][o];                        \
-            }                                                                                                                                     \
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef int8_t s8x8 __attribute__((vector_size(8)));
+
+/* Eight weights from index i on, as fp32. */
+INLINE v8 load_weights(int format, const void *w, long i) {
+    if (format == BF16) {
+#ifdef __AVX2__
+        return (v8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)((const uint16_t *)w + i))), 16);
+#else
+        u16x8 v;
+        memcpy(&v, (const uint16_t *)w + i, sizeof v);
+        return (v8)(__builtin_convertvector(v, u32x8) << 16);
+#endif
     }
-MICRO(1, 1) MICRO(1, 4) MICRO(2, 1) MICRO(2, 2) MICRO(3, 1) MICRO(4, 1) MICRO(5, 1) MICRO(6, 1)
+    if (format == INT8) {
+#ifdef __AVX2__
+        __m128i v = _mm_loadl_epi64((const __m128i *)((const int8_t *)w + i));
+        return (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
+#else
+        s8x8 v;
+        memcpy(&v, (const int8_t *)w + i, sizeof v);
+        return __builtin_convertvector(__builtin_convertvector(v, v8i), v8);
+#endif
+    }
+    return load((const float *)w + i);
+}
 
-typedef void (*Micro)(int, long, const float *, const float *, long, float *, long, int, int);
+INLINE int weight_size(int format) { return format == FP32 ? 4 : format == BF16 ? 2 : 1; }
 
-/* Panels first .. last - 1 of a matrix (O, I) for all n rows. */
-static void matmul_panels(int n, int I, int O, int first, int last, const float *w, const float *x, long ldx, float *y, long ldy) {
-    static const Micro single_panel[7] = {0, micro_1_1, micro_2_1, micro_3_1, micro_4_1, micro_5_1, micro_6_1};
-    long panel = (long)I * PANEL;
-    int tiles = (n + 5) / 6, p = first;
+/* Adds the sum of a chunk to eight outputs, or stores it if the chunk is the first one; `room` outputs exist from here on. */
+INLINE void add_to_outputs(float *y, v8 sum, int room, int accumulate) {
+    if (room >= 8) store(y, accumulate ? load(y) + sum : sum);
+    else for (int o = 0; o < room; o++) y[o] = accumulate ? y[o] + sum[o] : sum[o];
+}
+
+/* The inner kernel: T rows of x times P panels over the k inputs of a chunk, for the first `n_outputs` outputs. y[t] = x[t] w, or
+ * y[t] += x[t] w with `accumulate`. `panel` and `scale_panel` are the distances of panels, in weights and scales. With three rows or more
+ * the next chunk is prefetched: the hardware prefetcher stops at page boundaries. */
+#define MICRO_ARGUMENTS int k, long panel, const void *w, const float *scales, long scale_panel, const float *x, long ldx, float *y, long ldy, int n_outputs, int accumulate
+INLINE void micro(const int format, const int T, const int P, MICRO_ARGUMENTS) {
+    v8 acc[6][8]; /* [T][2 P]; of constant size, so that the compiler keeps them in registers */
+    for (int t = 0; t < T; t++)
+        for (int j = 0; j < 2 * P; j++) acc[t][j] = splat(0);
+    for (int i = 0; i < k; i++) {
+        v8 ws[8];
+        if (T > 2 && i % (4 / weight_size(format)) == 0) __builtin_prefetch((const char *)w + (long)(i + CHUNK) * PANEL * weight_size(format), 0, 2);
+        for (int j = 0; j < 2 * P; j++) {
+            ws[j] = load_weights(format, w, j / 2 * panel + i * PANEL + j % 2 * 8);
+            if (T == 1) acc[0][j] = fma8(ws[j], splat(x[i]), acc[0][j]);
+        }
+        if (T == 1) continue;
+        if (T > 1) for (int j = 0; j < 2 * P; j++) KEEP_IN_REGISTER(ws[j]);
+        for (int t = 0; t < T; t++) {
+            v8 xs = splat(x[t * ldx + i]);
+            for (int j = 0; j < 2 * P; j++) acc[t][j] = fma8(ws[j], xs, acc[t][j]);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int j = 0; j < 2 * P; j++) {
+            v8 sum = scales ? acc[t][j] * load(scales + j / 2 * scale_panel + j % 2 * 8) : acc[t][j];
+            add_to_outputs(y + t * ldy + 8 * j, sum, n_outputs - 8 * j, accumulate);
+        }
+}
+
+/* Inputs as whole numbers: T rows at distances of ldq; their scales at distances of ldscale. */
+#define MICRO_W8A8_ARGUMENTS int k, long panel, const int8_t *w, const float *scales, long scale_panel, const int8_t *q, long ldq, const float *q_scales, long ldscale, float *y, long ldy, int n_outputs, int accumulate
+
+/* sum + the products of four inputs with their weights of eight outputs (8, 4). */
+INLINE v8i dot4(v8i sum, const int8_t *w, const int8_t *q) {
+#ifdef __AVX2__
+    int32_t four;
+    memcpy(&four, q, 4);
+    __m256i inputs = _mm256_set1_epi32(four), weights = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)w), inputs), positive = _mm256_abs_epi8(inputs);
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return (v8i)_mm256_dpbusd_epi32((__m256i)sum, positive, weights);
+#else /* pairs of products fit 16 bits, 2 x 127 x 127 at most */
+    return sum + (v8i)_mm256_madd_epi16(_mm256_maddubs_epi16(positive, weights), _mm256_set1_epi16(1));
+#endif
+#else
+    for (int o = 0; o < 8; o++)
+        sum[o] += w[4 * o] * q[0] + w[4 * o + 1] * q[1] + w[4 * o + 2] * q[2] + w[4 * o + 3] * q[3];
+    return sum;
+#endif
+}
+
+/* As `micro`, for inputs as whole numbers; k is a multiple of 4. */
+INLINE void micro_w8a8(const int T, const int P, MICRO_W8A8_ARGUMENTS) {
+    v8i acc[6][8];
+    for (int t = 0; t < T; t++)
+        for (int j = 0; j < 2 * P; j++) acc[t][j] = (v8i){0};
+    for (int i = 0; i < k; i += 4) {
+        if (T > 2) __builtin_prefetch(w + (long)(i + CHUNK) * PANEL, 0, 2);
+        for (int t = 0; t < T; t++)
+            for (int j = 0; j < 2 * P; j++) acc[t][j] = dot4(acc[t][j], w + j / 2 * panel + i * PANEL + j % 2 * 32, q + t * ldq + i);
+    }
+    for (int t = 0; t < T; t++)
+        for (int j = 0; j < 2 * P; j++) {
+            v8 scale = load(scales + j / 2 * scale_panel + j % 2 * 8) * splat(q_scales[t * ldscale]);
+            add_to_outputs(y + t * ldy + 8 * j, __builtin_convertvector(acc[t][j], v8) * scale, n_outputs - 8 * j, accumulate);
+        }
+}
+
+typedef void (*Micro)(MICRO_ARGUMENTS);
+typedef void (*MicroW8A8)(MICRO_W8A8_ARGUMENTS);
+
+#define DEFINE_MICRO(T, P)                                                                                                                                                          \
+    static void micro_fp32_##T##_##P(MICRO_ARGUMENTS) { micro(FP32, T, P, k, panel, w, scales, scale_panel, x, ldx, y, ldy, n_outputs, accumulate); }                                \
+    static void micro_bf16_##T##_##P(MICRO_ARGUMENTS) { micro(BF16, T, P, k, panel, w, scales, scale_panel, x, ldx, y, ldy, n_outputs, accumulate); }                                \
+    static void micro_int8_##T##_##P(MICRO_ARGUMENTS) { micro(INT8, T, P, k, panel, w, scales, scale_panel, x, ldx, y, ldy, n_outputs, accumulate); }                                \
+    static void micro_w8a8_##T##_##P(MICRO_W8A8_ARGUMENTS) { micro_w8a8(T, P, k, panel, w, scales, scale_panel, q, ldq, q_scales, ldscale, y, ldy, n_outputs, accumulate); }
+DEFINE_MICRO(1, 1) DEFINE_MICRO(1, 4) DEFINE_MICRO(2, 1) DEFINE_MICRO(2, 2) DEFINE_MICRO(3, 1) DEFINE_MICRO(4, 1) DEFINE_MICRO(5, 1) DEFINE_MICRO(6, 1)
+
+/* By the number of rows: [0] is one row and four panels, [1] two rows and two panels, [1 + n] n rows and one panel. */
+#define TABLE(name) {name##_1_4, name##_2_2, name##_1_1, name##_2_1, name##_3_1, name##_4_1, name##_5_1, name##_6_1}
+static const Micro micros[3][8] = {TABLE(micro_fp32), TABLE(micro_bf16), TABLE(micro_int8)};
+static const MicroW8A8 micros_w8a8[8] = TABLE(micro_w8a8);
+
+/* n inputs as whole numbers q, scale * q being within scale / 2 of x; returns the scale, the largest |x| / 127. It is NaN if an input is NaN
+ * or infinite. q has room for n rounded up to a multiple of 4, filled with zeros. */
+static float quantize_chunk(int n, const float *x, int8_t *q) {
+    v8 top = splat(0), zeros = splat(0);
+    int i = 0;
+    for (; i + 8 <= n; i += 8) {
+        v8 v = load(x + i), size = (v8)((v8i)v & 0x7fffffff);
+        top = blend(size > top, size, top);
+        zeros += v * splat(0); /* NaN stays */
+    }
+    float largest = 0, zero = horizontal_sum(zeros);
+    for (int j = 0; j < 8; j++) largest = top[j] > largest ? top[j] : largest;
+    for (; i < n; i++) {
+        float size = fabsf(x[i]);
+        largest = size > largest ? size : largest, zero += x[i] * 0;
+    }
+    float to_int = largest > 0 ? 127 / largest : 0;
+    if (!(to_int <= 1e38f)) to_int = 0; /* an input near the smallest numbers: all are taken as zero */
+    for (i = 0; i + 8 <= n; i += 8) {
+        v8i rounded = (v8i)(load(x + i) * splat(to_int) + splat(12582912.0f)) - (v8i)splat(12582912.0f); /* to the nearest, in the low bits */
+        s8x8 bytes = __builtin_convertvector(rounded, s8x8);
+        memcpy(q + i, &bytes, sizeof bytes);
+    }
+    for (; i < n; i++) q[i] = (int8_t)((v8i)splat(x[i] * to_int + 12582912.0f) - (v8i)splat(12582912.0f))[0];
+    for (; i % 4; i++) q[i] = 0;
+    return largest / 127 + zero;
+}
+
+/* The rows of a thread's current product as whole numbers: W8A8 only. */
+#define MAX_QUANTIZED (4 << 20)
+#define MAX_ROWS 510 /* rows at a time, so that they stay in the cache: whole tiles of 6 */
+static __thread struct {
+    int8_t q[MAX_QUANTIZED];
+    float scales[MAX_QUANTIZED / CHUNK + MAX_ROWS];
+} quantized;
+
+static inline int chunks_of(const Matrix *w) { return (w->I + CHUNK - 1) / CHUNK; }
+static inline long padded_inputs(const Matrix *w) { return w->format == W8A8 ? (w->I + 3L) & ~3L : w->I; }
+
+static void quantize_rows(int n, const Matrix *w, const float *x, long ldx) {
+    for (int t = 0; t < n; t++)
+        for (int c = 0; c < chunks_of(w); c++) {
+            int first = c * CHUNK, k = w->I - first < CHUNK ? w->I - first : CHUNK;
+            quantized.scales[t * chunks_of(w) + c] = quantize_chunk(k, x + t * ldx + first, quantized.q + t * padded_inputs(w) + first);
+        }
+}
+
+/* Panels first .. last - 1 of a matrix for all n rows. For W8A8 the rows are in `quantized`. */
+static void matmul_panels(int n, const Matrix *m, int first, int last, const float *x, long ldx, float *y, long ldy) {
+    int tiles = (n + 5) / 6, p = first, format = m->format, n_chunks = chunks_of(m);
+    long inputs = padded_inputs(m), panel = inputs * PANEL;
     while (p < last) {
         int n_panels = n == 1 ? 4 : n == 2 ? 2 : 1; /* with few rows several panels at a time: enough independent sums to hide the latency of an FMA */
-        if (p + n_panels > last || (p + n_panels) * PANEL > O) n_panels = 1;
-        Micro kernel = n_panels == 4 ? micro_1_4 : n_panels == 2 ? micro_2_2 : 0;
-        int n_outputs = O - p * PANEL < n_panels * PANEL ? O - p * PANEL : n_panels * PANEL;
-        for (int i = 0; i < I; i += CHUNK) {
-            int k = I - i < CHUNK ? I - i : CHUNK;
+        if (p + n_panels > last || (p + n_panels) * PANEL > m->O) n_panels = 1;
+        int n_outputs = m->O - p * PANEL < n_panels * PANEL ? m->O - p * PANEL : n_panels * PANEL;
+        for (int c = 0; c < n_chunks; c++) {
+            long i = (long)c * CHUNK;
+            int k = inputs - i < CHUNK ? inputs - i : CHUNK;
+            const void *w = (const char *)m->panels + (p * panel + i * PANEL) * weight_size(format);
+            const float *scales = m->scales ? m->scales + ((long)p * n_chunks + c) * PANEL : 0;
             for (int j = 0, t = 0; j < tiles; j++) {
-                int rows = (n - t) / (tiles - j);
-                (kernel ? kernel : single_panel[rows])(k, panel, w + p * panel + (long)i * PANEL, x + t * ldx + i, ldx, y + t * ldy + p * PANEL, ldy, n_outputs, i > 0);
+                int rows = (n - t) / (tiles - j), kernel = n_panels == 4 ? 0 : n_panels == 2 ? 1 : 1 + rows;
+                float *at = y + t * ldy + p * PANEL;
+                if (format == W8A8)
+                    micros_w8a8[kernel](k, panel, w, scales, (long)n_chunks * PANEL, quantized.q + t * inputs + i, inputs, quantized.scales + t * n_chunks + c, n_chunks, at, ldy, n_outputs, c > 0);
+                else
+                    micros[format][kernel](k, panel, w, scales, (long)n_chunks * PANEL, x + t * ldx + i, ldx, at, ldy, n_outputs, c > 0);
                 t += rows;
             }
         }
@@ -64,28 +224,33 @@ static void matmul_panels(int n, int I, int O, int first, int last, const float 
 
 /* y = x w^T in one phase. Returns 0 in a helper thread that came too late, as finish_phase does. */
 #define PANELS_PER_CLAIM 8
-#define MAX_ROWS 510 /* rows at a time, so that they stay in the cache: whole tiles of 6 */
-static int matmul(Thread *self, int n, int I, int O, const float *w, const float *x, long ldx, float *y, long ldy) {
-    Phase s = begin_phase(self, (O + PANEL - 1) / PANEL, PANELS_PER_CLAIM);
+static int matmul(Thread *self, int n, const Matrix *w, const float *x, long ldx, float *y, long ldy) {
+    Phase s = begin_phase(self, (w->O + PANEL - 1) / PANEL, PANELS_PER_CLAIM);
+    long fitting = w->format == W8A8 ? MAX_QUANTIZED / padded_inputs(w) : MAX_ROWS;
+    int at_a_time = fitting < MAX_ROWS ? (int)fitting : MAX_ROWS, in_place = -1;
     while (claim(self, &s))
-        for (int t = 0; t < n; t += MAX_ROWS)
-            matmul_panels(n - t < MAX_ROWS ? n - t : MAX_ROWS, I, O, s.first, s.last, w, x + t * ldx, ldx, y + t * ldy, ldy);
+        for (int t = 0; t < n; t += at_a_time) {
+            int rows = n - t < at_a_time ? n - t : at_a_time;
+            if (w->format == W8A8 && in_place != t) quantize_rows(rows, w, x + t * ldx, ldx), in_place = t;
+            matmul_panels(rows, w, s.first, s.last, x + t * ldx, ldx, y + t * ldy, ldy);
+        }
     return finish_phase(self, &s);
 }
 
-/* y = x w^T, w in panels */
 typedef struct {
-    int n, I, O;
-    const float *x, *w;
+    int n;
+    Matrix w;
+    const float *x;
     float *y;
 } Linear;
 
 static void linear_task(const void *arguments, Thread *self) {
     const Linear *a = arguments;
-    matmul(self, a->n, a->I, a->O, a->w, a->x, a->I, a->y, a->O);
+    matmul(self, a->n, &a->w, a->x, a->w.I, a->y, a->w.O);
 }
 
-void linear(int threads, int n, int I, int O, const float *x, const float *w, float *y) {
-    Linear a = {n, I, O, x, w, y};
+/* y = x w^T for n rows */
+void linear(int threads, int n, const Matrix *w, const float *x, float *y) {
+    Linear a = {n, *w, x, y};
     RUN_TASK(threads, linear_task, a);
 }

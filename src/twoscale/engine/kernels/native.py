@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from twoscale.engine.kernels.base import Kernels, RowKernels
 from twoscale.engine.kernels.library import (
     MAX_FUSED_ROWS,
-    PANEL,
     BlockWeights,
     KVView,
     Library,
     floats,
     input_and_output,
-    panels,
     pointer,
     row_pointer,
     threads_to_use,
 )  # fmt: skip
+from twoscale.engine.kernels.panels import Panels, pack
 from twoscale.engine.kernels.torch_ops import TorchKernels
 from twoscale.exits.rule import Meter, Numbers
 from twoscale.model.layers import MLP, Block, RMSNorm, Rope
+from twoscale.model.quantized import quantize_matrix
 
 if TYPE_CHECKING:
     from twoscale.engine.cache import LayerCache, Positions
@@ -40,22 +40,40 @@ MIN_PARALLEL_SIZE = 16_384  # elements from which several threads are faster tha
 
 
 class NativeLinear(nn.Module):
-    """x -> x @ weight.T with a copy of the weight in panels."""
+    """x -> x @ weight.T with the weight in panels. The panels never change, so models and their decode copies share them."""
 
-    def __init__(self, weight: Tensor, library: Library) -> None:
+    def __init__(self, panels: Panels, library: Library) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.square, self.library = self.out_features == self.in_features, library
-        self.panels = panels(weight)
-        self.address = pointer(self.panels, -(-self.out_features // PANEL) * PANEL * self.in_features)
+        self.out_features, self.in_features = panels.shape
+        self.square, self.library, self.panels = self.out_features == self.in_features, library, panels
+        self.address = panels.address
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:  # under autocast
+            return self(x.float()).type_as(x)
         n = x.numel() // self.in_features
         if x.shape[-1] != self.in_features:
             raise ValueError(f"an input of width {x.shape[-1]} for a linear map of inputs of width {self.in_features}")
         x, x_ptr, y, y_ptr = input_and_output(x, n * self.in_features, None if self.square else (*x.shape[:-1], self.out_features))
-        self.library.linear(threads_to_use(), n, self.in_features, self.out_features, x_ptr, self.address, y_ptr)
+        self.library.linear(threads_to_use(), n, self.address, x_ptr, y_ptr)
         return y
+
+    def __deepcopy__(self, memo: object) -> "NativeLinear":
+        return self
+
+
+class NativeEmbedding(nn.Module):
+    """ids -> rows of an embedding in panels, as fp32; the head may use the same panels."""
+
+    def __init__(self, panels: Panels) -> None:
+        super().__init__()
+        self.panels = panels
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.panels.rows(ids.flatten()).view(*ids.shape, -1)
+
+    def __deepcopy__(self, memo: object) -> "NativeEmbedding":
+        return self
 
 
 class NativeNorm(nn.Module):
@@ -107,9 +125,9 @@ class NativeBlock(nn.Module):
         self.block, self.library, self.gains = block, library, (gain2, gain3, gain4)
         self.norm_after_add, self.eps = block.norm_after_add, block.norm1.eps
         self.width, self.head_dim = qkv.in_features, attn.head_dim
-        addresses = (gain1, qkv.address, bias, out.address, gain2, gain3, up.address, down.address, gain4)
+        matrices = (m.panels.struct for m in (qkv, out, up, down))
         sizes = (qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, down.in_features, mlp.gated, block.norm_after_add)
-        self.weights = BlockWeights(*sizes, self.eps, *addresses)
+        self.weights = BlockWeights(*sizes, self.eps, gain1, bias, gain2, gain3, gain4, *matrices)
         self.address = ctypes.addressof(self.weights)
         self.scratch = 3 * qkv.in_features + qkv.out_features + out.in_features + up.out_features  # scratch floats per row
 
@@ -245,7 +263,7 @@ class NativeKernels(TorchKernels):
         return self
 
     def linear(self, weight: Tensor) -> nn.Module:
-        return NativeLinear(weight, self.library)
+        return NativeLinear(pack(quantize_matrix(weight, "fp32"), "fp32"), self.library)
 
     def norm(self, norm: RMSNorm) -> nn.Module:
         return NativeNorm(norm, self.library)

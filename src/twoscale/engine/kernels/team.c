@@ -22,7 +22,7 @@
 
 #define MAX_THREADS 64
 #define MAX_PHASES 12
-#define MAX_ARGUMENTS 256
+#define MAX_ARGUMENTS 384
 #ifndef SPIN_NS
 #define SPIN_NS 200000
 #endif
