@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from twoscale.cli.parse import options, parse, say
+from twoscale.config.dtypes import WeightDtype
 from twoscale.config.words import group_label, plural
 from twoscale.report.words import calibration_sentences
 
@@ -44,6 +45,8 @@ class CalibrateArgs:
     """Which checkpoint (for example step-000120); the newest by default."""
     data_dir: Path | None = None
     """Shards to take the held-out text from; by default the run's own."""
+    dtype: WeightDtype = "fp32"
+    """Calibrate with the weights rounded to this dtype; --exit auto is then for a model loaded with it."""
 
 
 def run(args: list[str]) -> int:

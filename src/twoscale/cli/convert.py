@@ -2,6 +2,7 @@
 
 twoscale convert models/Llama --groups 4-11 --out runs/retrofit
 twoscale convert models/huginn --out runs/huginn --data.source texts/
+twoscale convert models/huginn --dtype int8 --out models/huginn-int8
 """
 
 from dataclasses import dataclass, field
@@ -18,12 +19,17 @@ from twoscale.config.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class ConvertArgs:
-    """Make a run folder of a looped model (export, Huginn, Ouro, bundled) or, with --groups, of a plain one shaped like Llama."""
+    """Make a run folder of a looped model (export, Huginn, Ouro, bundled) or, with --groups, of a plain one shaped like Llama.
+
+    With --dtype instead a model folder with the weights in fewer bits, which loads fast and small; it cannot be trained.
+    """
 
     model: Annotated[str, tyro.conf.Positional]
     """Folder of the model, `bundled`, or OWNER/NAME on the hub."""
     out: Path
-    """Folder of the run."""
+    """Folder of the run, or of the model with --dtype."""
+    dtype: Literal["bf16", "int8"] | None = None
+    """Instead of a run: the model with its weights rounded to bf16, or to int8 with a scale for each output and 256 inputs."""
     groups: Groups = ()
     """Which layers of a plain model become loop groups, counted from 0."""
     loops: int | None = None
@@ -44,6 +50,8 @@ def run(args: list[str]) -> int:
     from twoscale.data.progress import DocumentLine
     from twoscale.interop.convert import convert
 
+    if parsed.dtype is not None:
+        return _to_dtype(parsed)
     if parsed.data_dir is not None and parsed.data != ConvertArgs("", Path()).data:
         raise UserError("--data-dir names shards that are there: leave --data.* away")
     if parsed.inject != "concat" and not parsed.groups:
@@ -59,4 +67,14 @@ def run(args: list[str]) -> int:
     if parsed.data_dir is None and (skipped := describe_skipped(load_manifest(RunFolder(run_folder).data))) is not None:
         say(skipped)
     print(run_folder)
+    return 0
+
+
+def _to_dtype(parsed: ConvertArgs) -> int:
+    from twoscale.interop.quantize import convert_dtype
+
+    assert parsed.dtype is not None
+    if parsed != ConvertArgs(parsed.model, parsed.out, parsed.dtype):
+        raise UserError("--dtype makes a model folder, not a run: leave --groups, --loops, --inject, --block-size and --data away")
+    print(convert_dtype(parsed.model, parsed.out, parsed.dtype))
     return 0

@@ -13,6 +13,7 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, missing_package
+from twoscale.config.dtypes import DtypeChoice
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class ExploreArgs:
     """Address to listen on; by default this machine alone can reach the page."""
     port: int = 7860
     """Port; 0 takes a free one."""
+    dtype: DtypeChoice = "auto"
+    """How the weights are held: fp32, bf16, int8, w8a8 (int8, and inputs are rounded to int8 too), or auto: as the folder has them."""
+    device: str = "cpu"
+    """Where to compute: cpu, or a device of torch such as cuda."""
 
 
 def run(args: list[str]) -> int:
@@ -39,7 +44,7 @@ def run(args: list[str]) -> int:
         from twoscale.explore.page import launch
     except ModuleNotFoundError as error:
         raise missing_package(f"the explorer needs {error.name}", "explore") from None
-    session = open_session(parsed.model)
+    session = open_session(parsed.model, parsed.dtype, parsed.device)
     session.warm_up()
     try:
         page, address = launch(session, parsed.host, parsed.port or None, block=False)
@@ -51,7 +56,7 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def open_session(name: str):  # type: ignore[no-untyped-def]
+def open_session(name: str, dtype: DtypeChoice = "auto", device: str = "cpu"):  # type: ignore[no-untyped-def]
     """The model with its calibration, where it has one that fits, and its task, where it was trained on one."""
     from twoscale.config.run_folder import RunFolder
     from twoscale.explore.session import Session
@@ -61,11 +66,11 @@ def open_session(name: str):  # type: ignore[no-untyped-def]
 
     folder = find(name)
     task = load_task(RunFolder.of(folder).path)
-    model, tokenizer = load(folder)
+    model, tokenizer = load(folder, dtype, device)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     try:
-        calibrated = calibration_for(folder)
+        calibrated = calibration_for(folder, model.weight_dtype)
     except UserError:
         calibrated = None
     return Session(model, tokenizer, name if name == "bundled" else Path(folder).resolve().name, calibrated, task)

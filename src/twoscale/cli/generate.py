@@ -15,6 +15,7 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError
+from twoscale.config.dtypes import DtypeChoice
 from twoscale.config.words import group_label, plural
 from twoscale.report.style import step_share
 from twoscale.report.words import against_default, mean_steps
@@ -58,6 +59,10 @@ class GenerateArgs:
     """Fixes the draws and the start states."""
     speculate: str = "off"
     """Guess tokens ahead, with the same result to the bit: off, auto, wavefront (one loop group), draft:m or lookup:n."""
+    dtype: DtypeChoice = "auto"
+    """How the weights are held: fp32, bf16, int8, w8a8 (int8, and inputs are rounded to int8 too), or auto: as the folder has them."""
+    device: str = "cpu"
+    """Where to compute: cpu, or a device of torch such as cuda."""
     color: Literal["auto", "always", "never"] = "auto"
     """Colour tokens by their steps, blue for few and red for many; auto: where stdout is a terminal."""
 
@@ -70,7 +75,7 @@ def run(args: list[str]) -> int:
     from twoscale.tradeoff.load_run import chosen_exit
 
     folder = find(options.run)
-    model, tokenizer = twoscale.load(folder)
+    model, tokenizer = twoscale.load(folder, options.dtype, options.device)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     c = model.config
@@ -83,9 +88,8 @@ def run(args: list[str]) -> int:
         raise UserError("the prompt is empty: give at least one character")
     if len(ids) > c.block_size:
         raise UserError(f"the prompt has {len(ids)} tokens, the model's context {c.block_size}: shorten it")
-    exit, max_loops = chosen_exit(
-        folder, options.exit, options.loops if len(options.loops) > 1 else options.loops[0] if options.loops else None
-    )
+    asked = options.loops if len(options.loops) > 1 else options.loops[0] if options.loops else None
+    exit, max_loops = chosen_exit(folder, options.exit, asked, model.weight_dtype)
     loops = c.loops_for(max_loops)
     color = options.color == "always" or (options.color == "auto" and sys.stdout.isatty())
     stream = Stream(

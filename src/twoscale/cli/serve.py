@@ -12,6 +12,7 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, missing_package
+from twoscale.config.dtypes import DtypeChoice
 
 if TYPE_CHECKING:
     from twoscale.data import Tokenizer
@@ -28,6 +29,10 @@ class ServeArgs:
     """Address to listen on; by default this machine alone can reach it."""
     port: int = 8000
     """Port; 0 takes a free one."""
+    dtype: DtypeChoice = "auto"
+    """How the weights are held: fp32, bf16, int8, w8a8 (int8, and inputs are rounded to int8 too), or auto: as the folder has them."""
+    device: str = "cpu"
+    """Where to compute: cpu, or a device of torch such as cuda."""
     policy: str = "auto"
     """How requests share calls: lockstep, depth, or auto, which measures what a call costs with few and with many rows."""
     max_num_seqs: int = 32
@@ -49,17 +54,17 @@ class ServeArgs:
     """Environment variable with the API key; if it is not set, no key is required."""
 
 
-def _open(name: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | None]:
+def _open(name: str, dtype: DtypeChoice, device: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | None]:
     """The model of a folder, looped or not, its tokenizer, its name for clients, and its calibration where it has one that fits."""
     from twoscale.interop import find, load
     from twoscale.tradeoff.load_run import calibration_for
 
     folder = find(name)
-    model, tokenizer = load(folder)
+    model, tokenizer = load(folder, dtype, device)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     try:
-        calibrated = calibration_for(folder) if model.config.n_groups else None
+        calibrated = calibration_for(folder, model.weight_dtype) if model.config.n_groups else None
     except UserError:
         calibrated = None
     return model, tokenizer, name if name == "bundled" else folder.resolve().name, calibrated
@@ -84,7 +89,7 @@ def run(args: list[str]) -> int:
     from twoscale.engine.speculation import parse_speculation
 
     speculate = parse_speculation(options.speculate)
-    model, tokenizer, name, calibrated = _open(options.model)
+    model, tokenizer, name, calibrated = _open(options.model, options.dtype, options.device)
     listening = listen(options.host, options.port)
     policy, why = choose_policy(model, options.max_num_seqs) if options.policy == "auto" else (options.policy, options.policy)
     scheduler = Scheduler(model, policy, max_num_seqs=options.max_num_seqs, cache_bytes=options.cache_mb << 20)

@@ -176,7 +176,7 @@ def train(args: TrainArgs) -> int:
         config, out = load_config(args.resume), args.resume
     try:
         with DocumentLine() as line:
-            init = None if args.init is None or list_checkpoints(RunFolder(out).checkpoints) else load(args.init)
+            init = None if args.init is None or list_checkpoints(RunFolder(out).checkpoints) else load(args.init, dtype="fp32")
             result = start_run(config, out, args.data_dir, args.checkpoint, line, [probe_geometry], init)
     except Diverged as error:
         say(f"twoscale train: {error}")

@@ -58,7 +58,7 @@ def convert(
     folder = find(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty: choose another --out")
-    model, tokenizer = load(folder)
+    model, tokenizer = load(folder, dtype="fp32")
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     if groups:

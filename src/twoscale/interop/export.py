@@ -116,7 +116,7 @@ def _source(run: Path, checkpoint: str | None) -> Source:
         return Source(run, folder, config.name, *ckpt.load_model(folder), ckpt.read_progress(folder), config.train, data)
     if checkpoint is not None:
         raise UserError(f"--checkpoint {checkpoint}: {run} is a model, not a run with checkpoints; leave --checkpoint away")
-    model, tokenizer = load(run)
+    model, tokenizer = load(run, dtype="fp32")
     if tokenizer is None:
         raise UserError(f"{run} has no tokenizer.json: put the model's own beside its weights")
     return Source(run, run, run.resolve().name, model, tokenizer, progress_of(run), recipe_of(run), None)

@@ -18,6 +18,9 @@ from twoscale.config import ModelConfig, UserError
 from twoscale.config.model import MAX_LAYERS
 
 Raw = Mapping[str, Tensor]
+Ours = dict[
+    str, Callable[[], Tensor]
+]  # our weights by name, each made of theirs when it is asked for: a folder may be larger than the memory
 
 
 def huginn_config(settings: Mapping[str, Any]) -> ModelConfig:
@@ -47,26 +50,32 @@ def huginn_config(settings: Mapping[str, Any]) -> ModelConfig:
     )  # fmt: skip
 
 
-def huginn_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
+def huginn_weights(raw: Raw, c: ModelConfig) -> Ours:
     """Our weights from Huginn's."""
-    t = {"wte.weight": _padded(raw["transformer.wte.weight"], c), "ln_f.weight": raw["transformer.ln_f.weight"]}
+    t: Ours = {"wte.weight": _embedding(raw, "transformer.wte.weight", c), "ln_f.weight": _same(raw, "transformer.ln_f.weight")}
     (loop,) = c.groups
     parts = (("prelude", loop[0]), ("core_block", len(loop)), ("coda", c.n_layer - loop[-1] - 1))
     used = [(part, n) for part, n in parts if n]
     for stage, (part, n) in enumerate(used):
         if part == "core_block":
-            t[f"stages.{stage}.adapter.weight"] = raw["transformer.adapter.weight"]
+            t[f"stages.{stage}.adapter.weight"] = _same(raw, "transformer.adapter.weight")
         for i in range(n):
-            old, new = f"transformer.{part}.{i}.", f"stages.{stage}.blocks.{i}."
-            q, k, v = raw[old + "attn.Wqkv.weight"].chunk(3)
-            t[new + "attn.qkv.weight"] = torch.cat((_unpaired(q, c.n_head), _unpaired(k, c.n_head), v))
-            if c.qk_bias:
-                bias = raw[old + "attn.qk_bias"].squeeze(1)
-                t[new + "attn.qk_bias"] = torch.cat([_unpaired(b.flatten(), c.n_head).view(c.n_head, c.head_dim) for b in bias])
-            t[new + "attn.out.weight"] = raw[old + "attn.proj.weight"]
-            t[new + "mlp.up.weight"], t[new + "mlp.down.weight"] = raw[old + "mlp.fc.weight"], raw[old + "mlp.proj.weight"]
-            t.update({f"{new}norm{j}.weight": raw[f"{old}norm_{j}.weight"] for j in (1, 2, 3, 4)})
+            t |= _huginn_layer(raw, c, f"transformer.{part}.{i}.", f"stages.{stage}.blocks.{i}.")
     return t
+
+
+def _huginn_layer(raw: Raw, c: ModelConfig, old: str, new: str) -> Ours:
+    def qkv() -> Tensor:
+        q, k, v = raw[old + "attn.Wqkv.weight"].chunk(3)
+        return torch.cat((_unpaired(q, c.n_head), _unpaired(k, c.n_head), v))
+
+    def qk_bias() -> Tensor:
+        bias = raw[old + "attn.qk_bias"].squeeze(1)
+        return torch.cat([_unpaired(b.flatten(), c.n_head).view(c.n_head, c.head_dim) for b in bias])
+
+    names = {"attn.out": "attn.proj", "mlp.up": "mlp.fc", "mlp.down": "mlp.proj", **{f"norm{j}": f"norm_{j}" for j in (1, 2, 3, 4)}}
+    t: Ours = {f"{new}{ours}.weight": _same(raw, f"{old}{theirs}.weight") for ours, theirs in names.items()}
+    return t | {new + "attn.qkv.weight": qkv} | ({new + "attn.qk_bias": qk_bias} if c.qk_bias else {})
 
 
 def ouro_config(settings: Mapping[str, Any]) -> ModelConfig:
@@ -113,40 +122,53 @@ def _decoder(settings: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ouro_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
+def ouro_weights(raw: Raw, c: ModelConfig) -> Ours:
     """Our weights from Ouro's."""
     norms = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
-    gate = {f"stages.0.gate.{x}": raw[f"model.early_exit_gate.{x}"] for x in ("weight", "bias")}
+    gate = {f"stages.0.gate.{x}": _same(raw, f"model.early_exit_gate.{x}") for x in ("weight", "bias")}
     return gate | _decoder_weights(raw, c, dict(enumerate(norms, start=1)))
 
 
-def llama_weights(raw: Raw, c: ModelConfig) -> dict[str, Tensor]:
+def llama_weights(raw: Raw, c: ModelConfig) -> Ours:
     """Our weights from Llama's."""
     return _decoder_weights(raw, c, {1: "input_layernorm", 3: "post_attention_layernorm"})
 
 
-def _decoder_weights(raw: Raw, c: ModelConfig, norms: Mapping[int, str]) -> dict[str, Tensor]:
+def _decoder_weights(raw: Raw, c: ModelConfig, norms: Mapping[int, str]) -> Ours:
     """One stage of layers; `norms` says what each of our norms is called."""
-    t = {"wte.weight": _padded(raw["model.embed_tokens.weight"], c), "ln_f.weight": raw["model.norm.weight"]}
+    t: Ours = {"wte.weight": _embedding(raw, "model.embed_tokens.weight", c), "ln_f.weight": _same(raw, "model.norm.weight")}
     if not c.tie_head:
-        t["lm_head.weight"] = _padded(raw["lm_head.weight"], c)
+        t["lm_head.weight"] = _embedding(raw, "lm_head.weight", c)
     for i in range(c.n_layer):
         old, new = f"model.layers.{i}.", f"stages.0.blocks.{i}."
-        t[new + "attn.qkv.weight"] = torch.cat([raw[f"{old}self_attn.{x}_proj.weight"] for x in "qkv"])
-        t[new + "attn.out.weight"] = raw[old + "self_attn.o_proj.weight"]
-        t[new + "mlp.up.weight"] = torch.cat((raw[old + "mlp.gate_proj.weight"], raw[old + "mlp.up_proj.weight"]))
-        t[new + "mlp.down.weight"] = raw[old + "mlp.down_proj.weight"]
-        t.update({f"{new}norm{j}.weight": raw[f"{old}{name}.weight"] for j, name in norms.items()})
+        t[new + "attn.qkv.weight"] = _joined(raw, *(f"{old}self_attn.{x}_proj.weight" for x in "qkv"))
+        t[new + "attn.out.weight"] = _same(raw, old + "self_attn.o_proj.weight")
+        t[new + "mlp.up.weight"] = _joined(raw, old + "mlp.gate_proj.weight", old + "mlp.up_proj.weight")
+        t[new + "mlp.down.weight"] = _same(raw, old + "mlp.down_proj.weight")
+        t |= {f"{new}norm{j}.weight": _same(raw, f"{old}{name}.weight") for j, name in norms.items()}
     return t
 
 
 # model_type -> (config, weights, names that may be there and are not needed)
-FAMILIES: dict[str, tuple[Callable[[Mapping[str, Any]], ModelConfig], Callable[[Raw, ModelConfig], dict[str, Tensor]], tuple[str, ...]]] = {
+FAMILIES: dict[str, tuple[Callable[[Mapping[str, Any]], ModelConfig], Callable[[Raw, ModelConfig], Ours], tuple[str, ...]]] = {
     "huginn_raven": (huginn_config, huginn_weights, ("freqs_cis", "lm_head.weight")),
     "ouro": (ouro_config, ouro_weights, ("lm_head.weight",)),
     "llama": (llama_config, llama_weights, ("lm_head.weight",)),
     "mistral": (llama_config, llama_weights, ("lm_head.weight",)),
 }
+
+
+def _same(raw: Raw, name: str) -> Callable[[], Tensor]:
+    return lambda: raw[name]
+
+
+def _joined(raw: Raw, *names: str) -> Callable[[], Tensor]:
+    """Several weights as one, along the outputs."""
+    return lambda: torch.cat([raw[name] for name in names])
+
+
+def _embedding(raw: Raw, name: str, c: ModelConfig) -> Callable[[], Tensor]:
+    return lambda: _padded(raw[name], c)
 
 
 def _unpaired(w: Tensor, heads: int) -> Tensor:

@@ -41,8 +41,8 @@ def evaluate_tasks(
     except ModuleNotFoundError:
         raise missing_package("--tasks needs the lm-evaluation-harness", "eval") from None
     folder = find(model) if checkpoint is None else find_checkpoint(Path(model), checkpoint)
-    rule, max_loops = chosen_exit(folder, exit, loops)
     looped, tokenizer = load(folder)
+    rule, max_loops = chosen_exit(folder, exit, loops, looped.weight_dtype)
     if tokenizer is None:
         raise UserError(f"{model} has no {TOKENIZER}, which the harness needs")
     lm = HarnessModel(looped, tokenizer, max_loops, rule, batch_size or BATCH)

@@ -25,11 +25,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from twoscale.config import ModelConfig
+from twoscale.config import ModelConfig, UserError
 from twoscale.config.run_folder import CONFIG
 from twoscale.config.serial import from_dict, to_dict
 from twoscale.engine import Engine, LoopParams, loop_params
 from twoscale.exits import Exit
+from twoscale.interop.load import QUANTIZATION
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.tradeoff.load_run import StoredCalibration
 
@@ -40,6 +41,8 @@ class TwoscaleConfig(PretrainedConfig):
     model_type = "twoscale"
 
     def __init__(self, twoscale: dict[str, Any] | None = None, **others: Any) -> None:
+        if QUANTIZATION in others:
+            raise UserError("this folder was made by `twoscale convert --dtype`: open it with twoscale.load, not with transformers")
         c = from_dict(ModelConfig, twoscale or {}, CONFIG)
         self.twoscale = to_dict(c)
         self.vocab_size, self.hidden_size, self.num_hidden_layers = c.vocab_size, c.n_embd, c.n_layer

@@ -12,43 +12,81 @@ import torch
 from torch import Tensor
 
 from twoscale.config import ModelConfig, TrainConfig, UserError, missing_package
+from twoscale.config.dtypes import DtypeChoice, WeightDtype, check_dtype
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import from_dict, read_json
 from twoscale.data import Tokenizer
-from twoscale.interop.families import FAMILIES
+from twoscale.interop.families import FAMILIES, Ours
+from twoscale.interop.fill import Content, fill, plain_content, quantized_content
 from twoscale.interop.weights import Outline, Weights
-from twoscale.model import LoopedGPT, allocate
+from twoscale.model import LoopedGPT
+from twoscale.model.quantized import GROUP
 from twoscale.tradeoff.load_run import StoredCalibration
 from twoscale.train import checkpoint as ckpt
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 IN_THE_PACKAGE = {"bundled": BUNDLED, "hops": BUNDLED / "hops"}  # models that come with the package, by name
 PREFIX = "model."  # of the weights' names in an exported folder
-Mapper = Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]]
+Mapper = Callable[[Mapping[str, Tensor], ModelConfig], Ours]
+QUANTIZATION = "quantization"  # the key in config.json of a folder made by `twoscale convert --dtype`
 
 
-def load(path: str | Path) -> tuple[LoopedGPT, Tokenizer | None]:
-    """Model (in evaluation mode, fp32) and tokenizer of a run, a checkpoint, an export, or a Huginn, Ouro or Llama folder.
+def load(path: str | Path, dtype: DtypeChoice = "auto", device: str | torch.device = "cpu") -> tuple[LoopedGPT, Tokenizer | None]:
+    """Model (in evaluation mode) and tokenizer of a run, a checkpoint, an export, or a Huginn, Ouro or Llama folder.
+
+    `dtype` says how the weight matrices are held (see `config.dtypes`): auto as in the folder, fp32, bf16, int8 or w8a8. Weights are read
+    one by one into their final place. In fp32 the model can be trained; in the others it is for inference alone.
 
     `bundled` is the small text model in the package, `hops` the task model, whose answers have a known depth.
     A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
     without tokenizer.json gives None for its tokenizer. A calibration in the folder is what exit="auto" stands for.
     """
+    check_dtype(dtype)
+    chosen_device = _device(device)
     folder = find(path)
     if RunFolder(folder).is_run:
         folder = ckpt.find_checkpoint(folder, None)
-    model, tokenizer = _load(folder)
-    model.calibration = StoredCalibration(folder)
+    content = read_folder(folder)
+    tokenizer = Tokenizer.load(folder) if RunFolder(folder).tokenizer.exists() else None
+    model = fill(content, dtype, chosen_device)
+    model.calibration = StoredCalibration(folder, model.weight_dtype)
     return model, tokenizer
 
 
-def _load(folder: Path) -> tuple[LoopedGPT, Tokenizer | None]:
-    """Model and tokenizer of one folder with weights."""
+def read_folder(folder: Path) -> Content:
+    """The weights of one folder with a model, checked and not read yet."""
     settings, config = _settings(folder)
     if config is None:
-        return ckpt.load_model(folder)
-    mapped, spare = (_ours, ()) if settings["model_type"] == "twoscale" else FAMILIES[settings["model_type"]][1:]
-    return _filled(config, Weights(folder), mapped, spare), _tokenizer(folder)
+        if (problem := ckpt.fault(folder)) is not None:
+            raise UserError(f"the checkpoint {folder} is damaged ({problem})")
+        return _mapped(ckpt.load_config(folder).model, Weights(folder), _ours(""), ())
+    if settings["model_type"] != "twoscale":
+        return _mapped(config, Weights(folder), *FAMILIES[settings["model_type"]][1:])
+    if (stored := _stored_dtype(settings, folder)) is not None:
+        return quantized_content(config, Weights(folder), stored, PREFIX)
+    return _mapped(config, Weights(folder), _ours(PREFIX), ())
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"device = {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return chosen
+
+
+def _stored_dtype(settings: dict[str, Any], folder: Path) -> WeightDtype | None:
+    """The dtype of a quantised folder; None for others."""
+    if QUANTIZATION not in settings:
+        return None
+    about = settings[QUANTIZATION]
+    dtype = about.get("dtype") if isinstance(about, dict) else None
+    if dtype not in ("bf16", "int8"):
+        raise UserError(f"{folder / ckpt.CONFIG}: {QUANTIZATION}.dtype = {dtype!r}, but it must be bf16 or int8: convert the model again")
+    if dtype == "int8" and about.get("group_size") != GROUP:
+        raise UserError(f"{folder / ckpt.CONFIG}: {QUANTIZATION}.group_size = {about.get('group_size')!r}, but only {GROUP} is supported")
+    return dtype  # type: ignore[no-any-return]
 
 
 def find(path: str | Path) -> Path:
@@ -118,32 +156,25 @@ def recipe_of(folder: Path) -> TrainConfig | None:
     return ckpt.load_config(folder).train if ours else None
 
 
-def _ours(raw: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The weights of an exported folder."""
-    return {name.removeprefix(PREFIX): raw[name] for name in raw}
+def _ours(prefix: str) -> Mapper:
+    """The weights of a checkpoint or an exported folder."""
+    return lambda raw, config: {name.removeprefix(prefix): lambda name=name: raw[name] for name in raw}  # type: ignore[misc]
 
 
-def _filled(config: ModelConfig, weights: Weights, mapped_of: Mapper, spare: tuple[str, ...]) -> LoopedGPT:
-    """A model with a folder's weights. The mapping of names runs on shapes alone first: what does not fit is named before it is read."""
+def _mapped(config: ModelConfig, weights: Weights, mapper: Mapper, spare: tuple[str, ...]) -> Content:
+    """A folder's weights by our names. The mapping runs on shapes alone: what does not fit is named before it is read."""
     folder, outline = weights.folder, Outline(weights.shapes)
     try:
-        mapped = mapped_of(outline, config)
+        shapes = {name: tuple(make().shape) for name, make in mapper(outline, config).items()}
     except KeyError as error:
         raise UserError(f"{folder} lacks the weight {error.args[0]}") from None
     except (RuntimeError, ValueError, IndexError) as error:
         raise UserError(f"{folder}: a weight has another shape than config.json says ({str(error).splitlines()[0]})") from None
     if unknown := sorted(weights.keys() - outline.used - set(spare)):
         raise UserError(f"{folder} has {unknown[0]}, which the model does not ({len(unknown)} weights in all)")
-    with torch.device("meta"):
-        model = LoopedGPT(config, seed=None)
-    ckpt.check_shapes(model, {name: tuple(t.shape) for name, t in mapped.items()}, folder)
     ckpt.check_dtypes({name: weights.dtypes[name] for name in outline.used}, folder)
-    ckpt.load_weights(allocate(model), mapped_of(weights, config), folder)
-    return model.eval()
-
-
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    return Tokenizer.load(folder) if RunFolder(folder).tokenizer.exists() else None
+    matrices = {weights.dtypes[name] for name in outline.used if len(weights.shapes[name]) == 2 and weights.shapes[name][0] > 1}
+    return plain_content(config, folder, "bf16" if matrices == {"BF16"} else "fp32", shapes, mapper(weights, config))
 
 
 def _fetched(name: str) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
 from twoscale.config.files import write_json
 from twoscale.config.lock import lock
 from twoscale.config.run_folder import RunFolder
@@ -155,6 +156,7 @@ def calibrate(
     samples: int | None = None,
     checkpoint: str | None = None,
     data_dir: Path | None = None,
+    dtype: WeightDtype = "fp32",
     progress: Progress | None = None,
 ) -> Calibration:
     """Thresholds for each group, found on one part of the held-out text and certified on another; written to RUN/calibration.json.
@@ -166,7 +168,11 @@ def calibrate(
 
     On a model of a task `max_accuracy_drop` (0.005 by default) takes the place of `max_dce`, and `samples` (128) that of `windows`; a
     quarter as many are fitted on.
+
+    The model is calibrated with its weights rounded to `dtype`, and exit="auto" is for a model loaded with the same one.
     """
+    if dtype not in WEIGHT_DTYPES:
+        raise UserError(f"dtype = {dtype!r}: choose the one that the calibration is for, {', '.join(WEIGHT_DTYPES)}")
     say, asked = progress or _quiet, (max_dce, mean_steps, ms, max_accuracy_drop)
     goal = Goal(*asked) if any(value is not None for value in asked) else None
     if windows < 2 or (loops is not None and loops < 2):
@@ -175,7 +181,7 @@ def calibrate(
     if kind is not exits.Learned:
         needs_value = kind is not None and ":" not in rule and "tau" in kind.__dataclass_fields__
         parsed = exits.parse(f"{rule}:0.01" if needs_value else rule)
-    opened = load_run(run, checkpoint, data_dir)
+    opened = load_run(run, checkpoint, data_dir, dtype=dtype)
     check_flags(
         opened,
         {"--max-dce": max_dce is not None, "--windows": windows != CERTIFY_WINDOWS},
@@ -193,11 +199,11 @@ def calibrate(
         if kind is exits.Learned:
             say("the controller is read or trained")
             parsed = read_or_train_controller(run, opened, loops)
-        known = opened.about | {"windows": windows, "source": opened.source}
+        known = opened.about | {"dtype": dtype, "windows": windows, "source": opened.source}
         known |= {"task": opened.task.name} if opened.task is not None else {}
         record = known | Calibrator(opened.model, parsed, texts, loops, delta, say).run(goal)
         write_json(RunFolder(run).calibration, record)
-    return Calibration(record, calibrated_exit(run, opened.about) or {})
+    return Calibration(record, calibrated_exit(run, opened.about, dtype=dtype) or {})
 
 
 def evaluate(

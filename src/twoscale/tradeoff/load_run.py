@@ -1,7 +1,7 @@
 """A run opened for measuring: its model, its held-out text or samples, and the name of what was measured."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,11 @@ import torch
 
 from twoscale import exits
 from twoscale.config import RunConfig, UserError
+from twoscale.config.dtypes import WeightDtype
 from twoscale.config.files import fingerprint
 from twoscale.config.run_folder import RunFolder
 from twoscale.data import TokenData, Tokenizer, source_name
+from twoscale.engine.kernels.quantize import quantize
 from twoscale.exits.learned import heads_of
 from twoscale.model import LoopedGPT
 from twoscale.tasks.file import load_task
@@ -56,12 +58,18 @@ class LoadedRun:
         return heldout_part(self.data, self.tokenizer.eot, self.model.config.block_size, role, windows)
 
 
-def load_run(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> LoadedRun:
-    """A looped model opened to measure its exits."""
+def load_run(
+    run: Path,
+    checkpoint: str | None = None,
+    data_dir: Path | None = None,
+    device: torch.device | None = None,
+    dtype: WeightDtype = "fp32",
+) -> LoadedRun:
+    """A looped model opened to measure its exits, its weights rounded to a dtype."""
     opened = load_run_model(run, checkpoint, data_dir, device)
     if not opened.model.config.n_groups:
         raise UserError(f"{run} has no loop groups: there is nothing to leave early")
-    return opened
+    return opened if dtype == "fp32" else replace(opened, model=quantize(opened.model, dtype))
 
 
 def load_run_model(run: Path, checkpoint: str | None = None, data_dir: Path | None = None, device: torch.device | None = None) -> LoadedRun:
@@ -90,10 +98,12 @@ def name_checkpoint(folder: Path) -> dict[str, Any]:
     return {"checkpoint": folder.name, "weights": fingerprint(folder / ckpt.MODEL)}
 
 
-def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: bool = True) -> dict[int, exits.Rule] | None:
-    """The rules of a run's calibration.json; `about` names the checkpoint that they must have been calibrated for.
+def calibrated_exit(
+    folder: Path, about: Mapping[str, Any] | None = None, must: bool = True, dtype: WeightDtype = "fp32"
+) -> dict[int, exits.Rule] | None:
+    """The rules of a run's calibration.json; `about` names the checkpoint that they must have been calibrated for, `dtype` its weights'.
 
-    Where there is none, or it is of another checkpoint: an error, or None if it need not be there.
+    Where there is none, or it is of another checkpoint or dtype: an error, or None if it need not be there.
     """
     path = RunFolder(folder).calibration
     found = read_calibration(path)
@@ -105,24 +115,30 @@ def calibrated_exit(folder: Path, about: Mapping[str, Any] | None = None, must: 
         if must:
             raise UserError(f"{path} is of {found['checkpoint']}, not of {about['checkpoint']}: calibrate again")
         return None
+    if about is not None and (made_with := found.get("dtype", "fp32")) != dtype:
+        if must:
+            raise UserError(
+                f"{path} was made with weights in {made_with}, these are in {dtype}: calibrate with --dtype {dtype}, or load {made_with}"
+            )
+        return None
     known = {"weights": heads_of(found, path)} if "heads" in found else {}
     return {g: exits.parse(word, **known) for g, word in enumerate(found["rules"]) if word is not None}
 
 
-def chosen_exit(folder: Path, exit: exits.Exit | None, loops: Any) -> tuple[Any, Any]:
+def chosen_exit(folder: Path, exit: exits.Exit | None, loops: Any, dtype: WeightDtype = "fp32") -> tuple[Any, Any]:
     """The rule and the most loops that a user asked for; `auto` is what the model in this folder was calibrated for."""
     if exit != "auto":
         return exit, loops
-    rules, calibrated_loops = calibration_for(folder)
+    rules, calibrated_loops = calibration_for(folder, dtype)
     return rules, loops or calibrated_loops
 
 
-def calibration_for(path: Path) -> tuple[dict[int, exits.Rule], int]:
-    """Rules and most loops that a run, or one checkpoint of it, was calibrated for."""
+def calibration_for(path: Path, dtype: WeightDtype = "fp32") -> tuple[dict[int, exits.Rule], int]:
+    """Rules and most loops that a run, or one checkpoint of it, was calibrated for, with its weights in a dtype."""
     run = RunFolder.of(path)
     calibrated_exit(run.path)  # an error where there is none
     folder = path if (path / ckpt.MODEL).exists() else ckpt.find_checkpoint(path, None)
-    rules = calibrated_exit(run.path, name_checkpoint(folder))
+    rules = calibrated_exit(run.path, name_checkpoint(folder), dtype=dtype)
     found = read_calibration(run.calibration)
     assert rules is not None and found is not None
     if isinstance(found["loops"], bool) or not isinstance(found["loops"], int):
@@ -135,8 +151,9 @@ class StoredCalibration:
     """`calibration_for` one folder, read at the first call and kept: the weights are fingerprinted only where they are asked for."""
 
     folder: Path
+    dtype: WeightDtype = "fp32"
     found: tuple[dict[int, exits.Rule], int] | None = None
 
     def __call__(self) -> tuple[dict[int, exits.Rule], int]:
-        self.found = self.found or calibration_for(self.folder)
+        self.found = self.found or calibration_for(self.folder, self.dtype)
         return self.found

@@ -157,9 +157,11 @@ def read_calibration(path: Path) -> dict[str, Any] | None:
 
 
 def read_calibration_of(run: Path, sweep: Sweep | None) -> dict[str, Any] | None:
-    """The calibration of a run; None where there is none, or it is of another checkpoint than the sweep."""
+    """The calibration of a run; None where there is none, or it is of another checkpoint or dtype than the sweep."""
     found = read_calibration(RunFolder(run).calibration)
-    return found if found is None or sweep is None or found.get("weights") == sweep.header.get("weights") else None
+    if found is None or sweep is None:
+        return found
+    return found if found.get("weights") == sweep.header.get("weights") and found.get("dtype", "fp32") == "fp32" else None
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:
