@@ -10,7 +10,11 @@ import twoscale
 from conftest import CommandLine
 from twoscale.bench.decode import HUGINN
 from twoscale.bench.family import ListCache, bench_family, straightforward
+from twoscale.bench.load import bytes_of_a_token
+from twoscale.bench.quantize import loop_error
+from twoscale.bench.shapes import SHAPES, write_folder
 from twoscale.config import presets
+from twoscale.engine.kernels.quantize import quantize
 from twoscale.model import LoopedGPT
 
 
@@ -105,3 +109,59 @@ def test_speculate(cli: CommandLine, trained: Path, monkeypatch: pytest.MonkeyPa
     code, out, err = cli("bench", "serve", "--speculate", trained, "--rounds", 1, "--seconds", 0.05, "--clients", 4)
     assert code == 0 and "  1 clients" in out and "  4 clients" in out, err
     assert cli("bench", "decode", "--speculate", trained, "--prompts", 0)[0] == 2
+
+
+def test_dtypes(cli: CommandLine) -> None:
+    """A loop step in every dtype stands beside fp32's, for 1, 8 and 32 rows; other benches of decoding are refused beside it."""
+    code, out, _ = cli(
+        "bench", "decode", "--preset", "nano", "--contexts", 8, "--loops", 2, "--repeats", 1, "--dtype", "bf16", "int8", "w8a8"
+    )
+    assert code == 0
+    rows = [line for line in out.splitlines() if " rows " in line]
+    assert [line.split()[0] for line in rows] == ["1", "8", "32"]
+    assert all(f"{dtype} " in line for line in rows for dtype in ("fp32", "bf16", "int8", "w8a8"))
+    code, _, err = cli("bench", "decode", "--dtype", "int8", "--busy")
+    assert code == 2 and "choose one" in err
+
+
+def test_load(cli: CommandLine, tmp_path: Path) -> None:
+    """A folder at a published layout is made, loaded in a dtype and by torch's operators, measured and removed; one that exists stays."""
+    words = ("bench", "load", "--shape", "huginn-tiny", "--folder", tmp_path, "--dtype", "int8", "--plain", "bf16", "--tokens", 2)
+    code, out, err = cli(*words)
+    assert code == 0, err
+    assert "ours, int8" in out and "torch, bf16" in out and "GB/s" in out and " 32 loops  last" in out and not list(tmp_path.iterdir())
+    (tmp_path / "huginn-tiny").mkdir()
+    code, _, err = cli(*words)
+    assert code == 2 and "--keep" in err and (tmp_path / "huginn-tiny").is_dir()
+
+
+@pytest.mark.parametrize("shape", ["huginn-tiny", "ouro-tiny"])
+def test_shapes(shape: str, tmp_path: Path) -> None:
+    """A folder with random weights loads as its family does, in bf16, and its bytes are those of its parameters."""
+    size = write_folder(SHAPES[shape], tmp_path / shape)
+    model, _ = twoscale.load(tmp_path / shape, dtype="fp32")
+    assert twoscale.load(tmp_path / shape)[0].weight_dtype == "bf16" and size == 2 * sum(p.numel() for p in model.parameters())
+
+
+def test_bytes_that_a_token_reads(tmp_path: Path) -> None:
+    """Weights of a loop group are read once a loop, but for the half of its projection that sees the input; all others once."""
+    c = dataclasses.replace(HUGINN, n_embd=64, n_head=4, mlp_hidden=96, vocab_size=128)
+    model = quantize(LoopedGPT(c), "int8")
+    layer, square = 4 * 64 * 64 + 3 * 64 * 96, 64 * 64
+    assert bytes_of_a_token(model, 5) == 4 * layer + 5 * (4 * layer + square) + square + c.padded_vocab_size * 64
+
+
+def test_loop_error() -> None:
+    """Under x -> c x + b with b rounded to b + d, the distance of the states follows its closed form |d| (1 - c^k) / (1 - c): it settles
+    where c < 1 and grows where c > 1."""
+    for c, settles in ((0.5, True), (1.2, False)):
+        exact, rounded = [torch.ones(1, 1, 3)], [torch.ones(1, 1, 3)]
+        for _ in range(20):
+            exact.append(c * exact[-1] + 1.0)
+            rounded.append(c * rounded[-1] + 1.01)
+        found = loop_error(torch.stack(exact), torch.stack(rounded))
+        want = [0.01 * (1 - c**k) / (1 - c) / (c**k + (1 - c**k) / (1 - c)) for k in range(1, 21)]
+        assert found.distance == pytest.approx(want, rel=1e-3)
+        assert (found.grows < 1.01) == settles
+    halving = torch.stack([torch.full((1, 1, 3), 1.0 + 0.5**k) for k in range(30)])
+    assert loop_error(halving, halving).rates == pytest.approx((0.5, 0.5), rel=1e-2)

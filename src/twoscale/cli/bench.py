@@ -1,14 +1,19 @@
-"""`twoscale bench train | trace | decode | serve`: speed on this machine, as ratios within one run."""
+"""`twoscale bench train | trace | decode | serve | load | quantize`: speed on this machine, as ratios within one run."""
 
 import dataclasses
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from twoscale.cli import bench_weights
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, missing_package, presets
+from twoscale.config.dtypes import WeightDtype
 
-KINDS = ("train", "trace", "decode", "serve")
+if TYPE_CHECKING:
+    from twoscale.model import LoopedGPT
+
+KINDS = ("train", "trace", "decode", "serve", "load", "quantize")
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class BenchDecodeArgs:
     """With --speculate: prompts from the held-out text."""
     new_tokens: int = 64
     """With --speculate: tokens to write after each prompt."""
+    dtype: tuple[WeightDtype, ...] = ()
+    """Instead: a loop step of 1, 8 and 32 rows with the weights in these dtypes, against fp32."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +108,23 @@ def run(args: list[str]) -> int:
         raise UserError(f"say what to measure: twoscale bench {' | '.join(KINDS)}")
     if args[0] == "decode":
         decode = parse(BenchDecodeArgs, args[1:], "twoscale bench decode")
-        chosen = {_busy: decode.busy, _sampling: decode.sampling, _family: decode.family, _speculate: decode.speculate}
+        chosen = {
+            _busy: decode.busy,
+            _sampling: decode.sampling,
+            _family: decode.family,
+            _speculate: decode.speculate,
+            _dtypes: decode.dtype,
+        }
         others = [bench for bench, wanted in chosen.items() if wanted]
         if len(others) > 1:
-            raise UserError("--busy, --sampling, --family and --speculate are benches of their own: choose one")
+            raise UserError("--busy, --sampling, --family, --speculate and --dtype are benches of their own: choose one")
         return (others or [_decode])[0](decode)
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
+    if args[0] == "load":
+        return bench_weights.load(parse(bench_weights.BenchLoadArgs, args[1:], "twoscale bench load"))
+    if args[0] == "quantize":
+        return bench_weights.quantize(parse(bench_weights.BenchQuantizeArgs, args[1:], "twoscale bench quantize"))
     if args[0] == "serve":
         return _serve(parse(BenchServeArgs, args[1:], "twoscale bench serve"))
     return _train(parse(BenchTrainArgs, args[1:], "twoscale bench train"))
@@ -198,9 +215,8 @@ def _sampling(args: BenchDecodeArgs) -> int:
     return 0
 
 
-def _decode(args: BenchDecodeArgs) -> int:
-    from twoscale import exits
-    from twoscale.bench import decode as b
+def _random_model(args: BenchDecodeArgs) -> "LoopedGPT":
+    """The preset's model with random weights, once the settings of the bench are checked."""
     from twoscale.engine.kernels.library import c_library
     from twoscale.model import LoopedGPT
 
@@ -209,10 +225,22 @@ def _decode(args: BenchDecodeArgs) -> int:
         raise UserError("--loops is at least 2; --repeats, --batches and --contexts are at least 1")
     if max(args.contexts) >= config.block_size:
         raise UserError(f"--contexts {max(args.contexts)}: the preset {args.preset} has a context of {config.block_size}")
-    model = LoopedGPT(config).eval()
     kernels = "C kernels for few rows" if c_library() is not None else "no C kernels (no compiler?), packed weights"
     print(f"preset {args.preset}, {args.loops} loops, {kernels}; medians of {args.repeats} interleaved repeats\n")
+    return LoopedGPT(config).eval()
 
+
+def _dtypes(args: BenchDecodeArgs) -> int:
+    return bench_weights.dtypes(_random_model(args), args.dtype, min(args.contexts), args.loops, args.repeats)
+
+
+def _decode(args: BenchDecodeArgs) -> int:
+    from twoscale import exits
+    from twoscale.bench import decode as b
+    from twoscale.model import LoopedGPT
+
+    model = _random_model(args)
+    config = model.config
     print("one loop step (mean over groups)      ours    floor  ours/floor   packed    plain  plain/ours")
     step = 0.0
     for context in args.contexts:

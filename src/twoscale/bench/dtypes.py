@@ -1,0 +1,25 @@
+"""`twoscale bench decode --dtype`: a loop step with the weights in several dtypes, in turn."""
+
+from collections.abc import Callable, Sequence
+
+from twoscale.bench.decode import Steps
+from twoscale.bench.timing import interleaved
+from twoscale.config.dtypes import WeightDtype
+from twoscale.engine.kernels.quantize import quantize
+from twoscale.model import LoopedGPT
+
+
+def bench_dtypes(
+    model: LoopedGPT, dtypes: Sequence[WeightDtype], batches: Sequence[int], context: int, loops: int, repeats: int
+) -> dict[int, dict[str, float]]:
+    """Median seconds of one loop step (the mean over groups) for each batch and dtype, fp32 first."""
+    models: dict[str, LoopedGPT] = {"fp32": model, **{dtype: quantize(model, dtype) for dtype in dtypes if dtype != "fp32"}}
+    shared = Steps(model, max(batches), context, loops).caches
+    found = {}
+    for batch in batches:
+        works: dict[str, Callable[[], object]] = {
+            dtype: Steps(one, batch, context, loops, caches=shared).loop for dtype, one in models.items()
+        }
+        seconds = interleaved(works, repeats)
+        found[batch] = {dtype: s / (loops * model.config.n_groups) for dtype, s in seconds.items()}
+    return found
