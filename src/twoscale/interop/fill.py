@@ -3,6 +3,8 @@
 Names, shapes and dtypes are checked by the files' headers before any weight is read, and no two weights are in memory twice.
 """
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +101,14 @@ def fill(content: Content, dtype: DtypeChoice, device: torch.device) -> LoopedGP
     for name in content.by_size():
         weight = content.read[name]()
         store.put(name, weight if as_stored or isinstance(weight, Tensor) else weight.dequantize())
+    _return_freed_memory()
     return store.model
+
+
+def _return_freed_memory() -> None:
+    """Gives what rounding took back to the system; glibc would keep some hundred megabytes of it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def fill_plain(content: Content, dtype: torch.dtype, device: torch.device) -> LoopedGPT:
