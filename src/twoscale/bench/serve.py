@@ -23,8 +23,8 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.engine import Request, SamplingParams, Scheduler, loop_params, stream
+from twoscale.engine.counters import Counters
 from twoscale.engine.policy import POLICIES
-from twoscale.engine.scheduler import Counters
 from twoscale.exits.rule import Numbers, StepView
 from twoscale.model import LoopedGPT
 

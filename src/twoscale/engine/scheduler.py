@@ -15,9 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.engine.batch import Batch, InFlight
 from twoscale.engine.cache import bytes_per_token
+from twoscale.engine.counters import Counters
 from twoscale.engine.drafting import Drafter
 from twoscale.engine.engine import Engine
 from twoscale.engine.fair import QUANTUM, FairShares, select_for_batch
@@ -33,7 +32,7 @@ from twoscale.engine.policy import policy_of
 from twoscale.engine.request import Client, Draw, Request
 from twoscale.engine.rows import Rows
 from twoscale.engine.sample import Sampled, sample
-from twoscale.engine.speculation import NOTHING, OFF, SpeculationStats
+from twoscale.engine.speculation import OFF
 from twoscale.engine.wavefront import Wave
 from twoscale.model import LoopedGPT
 
@@ -43,34 +42,6 @@ MAX_TOKENS_AHEAD = 2.0
 """An idle request, which is running but has no tokens in a batch, starts a batch of its own if the virtual time of every batch exceeds its
 client's by more than the cost of this many tokens (the layers that a token runs through with the mean number of loop steps)."""
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
-
-
-@dataclass
-class Counters:
-    """Statistics since the start."""
-
-    calls: int = 0
-    """Calls of the engine: loop steps, and passes through plain stages."""
-    rows: int = 0
-    """Rows of all calls together."""
-    tokens: int = 0
-    """Generated tokens."""
-    processed_tokens: int = 0
-    """Tokens whose forward pass is done, prompts included."""
-    engine_seconds: float = 0.0
-    finished: int = 0
-    """Requests that were started and have ended, for any reason."""
-    loop_steps: list[int] = field(default_factory=list)
-    """For each group, the loop steps of all tokens."""
-    speculation: SpeculationStats = NOTHING
-    """Of the requests that have ended."""
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time of the block as `engine_seconds`."""
-        started = time.perf_counter()
-        yield
-        self.engine_seconds += time.perf_counter() - started
 
 
 class Scheduler:
