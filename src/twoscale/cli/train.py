@@ -136,9 +136,9 @@ def _fit_batch(preset: RunConfig, args: list[str]) -> RunConfig:
 
 
 def _fit_schedule(preset: RunConfig, args: list[str]) -> RunConfig:
-    """A task's preset with warm-up, growing loops and falling rate in their shares of the steps that are asked for."""
+    """A preset whose loops grow, with warm-up, growing loops and falling rate in their shares of the steps that are asked for."""
     steps, c = chosen(args, "--train.steps", ""), preset.train
-    if preset.task == "none" or not (steps.isascii() and steps.isdigit() and int(steps)):
+    if not c.loops_ramp or not (steps.isascii() and steps.isdigit() and int(steps)):
         return preset
     share = int(steps) / c.steps
     warmup, ramp = int(c.warmup_steps * share), int(c.loops_ramp * share)
