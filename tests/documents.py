@@ -34,6 +34,7 @@ CHEAPER: list[tuple[str, dict[str, str], str]] = [
     ("train --preset small", SMALL_TRAINING, "hours on two cores"),
     ("train --preset huginn", SMALL_TRAINING, "minutes"),
     ("bench decode --speculate", {"--prompts": "1", "--repeats": "1", "--new-tokens": "3"}, "minutes"),
+    ("bench decode --model", {"--repeats": "1"}, "half a minute"),
     ("train --task", SMALL_TASK, "minutes"),
     ("train --init runs/hops", SMALL_TASK, "minutes"),
     ("train --init", SMALL_TRAINING, "hours on two cores"),

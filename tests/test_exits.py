@@ -228,7 +228,7 @@ def test_rules_on_states_never_touch_the_head(monkeypatch: pytest.MonkeyPatch) -
         calls.clear()
         twoscale.forward(model, [[1, 2, 3]], exit=rule, loops=6)
         assert len(calls) == 1
-    twoscale.forward(model, [[1, 2, 3]], exit=exits.KL(0.01), loops=6)
+    twoscale.forward(model, [[1, 2, 3]], exit=exits.KL(0.01, read="coda"), loops=6)
     assert len(calls) > 3
 
 

@@ -5,10 +5,10 @@ Everything is measured in one run, interleaved, as medians. Weights and cached k
 Shapes: N rows, C width.
 """
 
-import time
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,8 +25,7 @@ from twoscale.engine.kernels import DecodeCopy, KernelName, Kernels, TorchKernel
 from twoscale.engine.kernels.packed import can_pack, pack, packed_linear
 from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows, make_part
-from twoscale.exits import Exit, Rule, StepView
-from twoscale.exits.rule import Numbers
+from twoscale.exits import Exit, Rule
 from twoscale.model import LoopedGPT, LoopGroup
 
 HUGINN = ModelConfig(
@@ -36,25 +35,11 @@ HUGINN = ModelConfig(
 """Huginn's layout at 6.7M parameters: 2 layers, 4 looped, 2 layers."""
 
 
-@dataclass(frozen=True)
-class Spread(exits.Acceleration):
-    """Pays for acceleration and leaves after depths spread evenly over `low` .. `high`, as a trained model's tokens do."""
-
-    hits: int = field(default=1, kw_only=True)
-    low: int = field(default=3, kw_only=True)
-    high: int = field(default=12, kw_only=True)
-
-    def measure(self, view: StepView) -> Numbers:
-        super().measure(view)
-        known = view.rows.__dict__  # the rows' depths are worked out once, so that only acceleration is paid for
-        if known.get("depths of") != view.group:
-            known["depths of"] = view.group
-            depths = [self.low + (part.batch_index * 7 + view.group * 3) % (self.high - self.low + 1) for part in known["parts"]]
-            known["depths"] = depths[0] if len(depths) == 1 else torch.tensor(depths)
-        return known["depths"] - view.k
-
-    def passes(self, value: Numbers) -> Tensor | bool:
-        return value <= 0
+def spread(b: int, groups: int, low: int, high: int) -> dict[int, Rule]:
+    """Rules for one sequence that pay for acceleration and leave after depths spread evenly over `low` .. `high`, as a trained model's
+    tokens do."""
+    depths = [low + (b * 7 + g * 3) % (high - low + 1) for g in range(groups)]
+    return {g: exits.Acceleration(math.inf, hits=1, min_steps=depth) for g, depth in enumerate(depths)}
 
 
 class Steps:
@@ -72,32 +57,35 @@ class Steps:
         kernels: KernelName = "auto",
         exit: Exit | None = None,
         caches: list[Cache] | None = None,
+        lowest: int | None = None,
     ) -> None:
+        """With `lowest` each sequence has rules of its own (`spread`) instead of `exit`."""
         self.engine, params = Engine(model, kernels=kernels), loop_params(model, loops=loops, exit=exit)
         self.caches = [filled(self.engine, context, params) for _ in range(batch)] if caches is None else caches[:batch]
         self.caches = [replaced(cache, params, self.engine.kernels) for cache in self.caches]
+        groups = model.config.n_groups
+        self.params = [] if lowest is None else [loop_params(model, loops=loops, exit=spread(b, groups, lowest, loops)) for b in range(16)]
+        """Of each sequence in turn; empty: as in the caches."""
         self.context, self.loops = context, loops
         self.e = torch.randn(batch, model.config.n_embd)
 
     @torch.inference_mode()
-    def loop(self, looks: list[float] | None = None) -> None:
-        """All groups, one after the other; nothing else. Into `looks` go the seconds that each look of the rule took."""
+    def loop(self) -> None:
+        """All groups, one after the other; nothing else."""
         for stage, module in enumerate(self.engine.model.stages):
             if isinstance(module, LoopGroup):
                 parts = [make_part(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
                 tokens = torch.arange(len(parts))
                 loop = Loop(self.engine, stage)
                 loop.admit(Rows(parts, torch.stack((torch.full_like(tokens, self.context), tokens)), self.engine.kernels), self.e)
-                if looks is not None:
-                    state = loop.rules.by_rule[0].state
-                    assert state is not None
-                    state.update = _timed_calls(state.update, looks)  # type: ignore[method-assign]
                 while len(loop):
-                    loop.advance()
+                    loop.advance(math.inf)
 
     @torch.inference_mode()
     def token(self, first: int = 0) -> None:
         """One more token for every sequence, counted from `first`: all stages, the head and the choice; then it is forgotten."""
+        for b, cache in enumerate(self.caches, start=first):
+            cache.params = self.params[b % len(self.params)] if self.params else cache.params
         x, _ = self.engine.run([(b, cache, [b]) for b, cache in enumerate(self.caches, start=first)])
         self.engine.model.head(x).argmax(dim=-1).tolist()
         for cache in self.caches:
@@ -169,25 +157,18 @@ def bench_steps(model: LoopedGPT, batch: int, context: int, loops: int, repeats:
 
 
 def bench_rules(model: LoopedGPT, rules: Sequence[Rule], context: int, loops: int, repeats: int) -> dict[str, float]:
-    """Median seconds that one look of each rule takes for a single token, measured in its place between the steps, where
-    everything that it touches has been pushed out of the near caches by the weights."""
+    """Median seconds that one look of each rule takes for a single token: the loops' time with a rule that never fires, less the time
+    without a rule in the same round. May be slightly negative where a look costs less than the noise."""
     shared = Steps(model, 1, context, loops).caches
-    steps = {type(rule).__name__: Steps(model, 1, context, loops, exit=rule, caches=shared) for rule in rules}
-    looks: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name, work in steps.items():
-            work.loop(looks[name])
-    return {name: median(seconds) for name, seconds in looks.items()}
-
-
-def _timed_calls(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def timed_call(*args: Any) -> Any:
-        started = time.perf_counter()
-        result = work(*args)
-        seconds.append(time.perf_counter() - started)
-        return result
-
-    return timed_call
+    works: dict[str, Callable[[], object]] = {"": Steps(model, 1, context, loops, caches=shared).loop}
+    works |= {type(rule).__name__: Steps(model, 1, context, loops, exit=rule, caches=shared).loop for rule in rules}
+    more: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(2 + repeats):
+        seconds = {name: timed(work) for name, work in works.items()}
+        if i >= 2:
+            for name, spent in seconds.items():
+                more[name].append((spent - seconds[""]) / (loops * model.config.n_groups))
+    return {name: median(values) for name, values in more.items() if name}
 
 
 @dataclass(frozen=True)
@@ -209,10 +190,11 @@ class ExitBench:
 
 def bench_exits(model: LoopedGPT, batch: int, context: int, loops: int, repeats: int) -> ExitBench:
     """Every figure is a median over rounds, each of which takes all its times token by token in turn."""
-    rule = Spread(1.0, high=loops)
-    rows = Steps(model, batch, context, loops, exit=rule)
+    lowest = min(3, loops)
+    rows = Steps(model, batch, context, loops, lowest=lowest)
     rows_full = Steps(model, batch, context, loops, caches=rows.caches)
-    full, bare, alone = (Steps(model, 1, context, n, exit=r, caches=rows.caches) for n, r in ((loops, None), (1, None), (loops, rule)))
+    full, bare = (Steps(model, 1, context, n, caches=rows.caches) for n in (loops, 1))
+    alone = Steps(model, 1, context, loops, caches=rows.caches, lowest=lowest)
     rounds = []
     for i in range(1 + repeats):
         spent = dict.fromkeys(("full", "bare", "one", "rows", "rows_full"), 0.0)

@@ -60,6 +60,12 @@ class BenchDecodeArgs:
     """Instead: a published layout (6.7M parameters, random weights) beside a straightforward loop with a list of keys and values."""
     busy: bool = False
     """Instead: decoding on free cores, with one core kept busy by another program, and with all of them."""
+    model: str | None = None
+    """Instead: the time that exit rules save beside the steps that they save, with a model of your own, `hops` or `bundled`."""
+    rules: tuple[str, ...] = ()
+    """With --model: the rules. Without it those of docs/results-tasks.md for `hops`, and the calibrated one for other models."""
+    depth: int | None = None
+    """With --model: the fixed depth to compare with; without it 12 for `hops`, and mean_loops for other models."""
     sampling: bool = False
     """Instead: every kind of sampling beside greedy decoding, 64 rows, a vocabulary of 32,000."""
     speculate: str | None = None
@@ -114,10 +120,11 @@ def run(args: list[str]) -> int:
             _family: decode.family,
             _speculate: decode.speculate,
             _dtypes: decode.dtype,
+            _saved: decode.model,
         }
         others = [bench for bench, wanted in chosen.items() if wanted]
         if len(others) > 1:
-            raise UserError("--busy, --sampling, --family, --speculate and --dtype are benches of their own: choose one")
+            raise UserError("--busy, --sampling, --family, --speculate, --dtype and --model are benches of their own: choose one")
         return (others or [_decode])[0](decode)
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
@@ -199,6 +206,31 @@ def _speculate(args: BenchDecodeArgs) -> int:
     print(f"{folder.name}: {parameters / 1e6:.2f}M parameters, loop groups {run.model.config.groups}, held-out text of {run.source}")
     print(f"{args.prompts} prompts of {PROMPT} tokens, {args.new_tokens} new ones; medians of {args.repeats} turns of all; equal results")
     bench_speculation(run, calibration, args.prompts, args.new_tokens, args.repeats, print)
+    return 0
+
+
+def _saved(args: BenchDecodeArgs) -> int:
+    from twoscale import exits, load
+    from twoscale.bench import saved as b
+    from twoscale.interop.load import find
+    from twoscale.tasks.file import load_task
+
+    assert args.model is not None
+    if args.repeats < 1 or (args.depth is not None and args.depth < 1):
+        raise UserError("--repeats and --depth are at least 1")
+    model, _ = load(args.model)
+    hops = args.model == "hops"
+    depth = args.depth or (b.HOPS_DEPTH if hops else model.config.mean_loops)
+    names = args.rules or (b.HOPS_RULES if hops else ("auto",))
+    rules: dict[str, exits.Exit] = {name: name if name == "auto" else exits.parse(name) for name in names}
+    loops = max(depth, model.config.mean_loops, 16)
+    fixed, found = b.bench_saved(model, load_task(find(args.model)), rules, depth, loops, 3 * args.repeats)
+    print(f"{args.model}, width {model.config.n_embd}, one row, at most {loops} loops; medians of {3 * args.repeats} interleaved rounds")
+    print(f"fixed depth {depth}: {fixed:.3f} ms a token")
+    print(f"{'':<32}{'ms':>8}{'steps saved':>13}{'time saved':>12}{'quartiles':>19}{'time / steps':>14}")
+    for name, r in found.items():
+        share = f"{r.time / r.work:.2f}" if r.work > 0 else "-"
+        print(f"{name:<32}{r.ms:8.3f}{r.work:13.1%}{r.time:12.1%}{f'{r.low:.1%} to {r.high:.1%}':>19}{share:>14}")
     return 0
 
 

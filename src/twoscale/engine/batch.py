@@ -7,14 +7,17 @@ sequence enter a stage together: a chunk of a prompt continues when the last of 
 Shapes: N rows, n tokens of one sequence, C width, G group.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
+from twoscale.engine.kernels.base import NEVER, Interrupt
 from twoscale.engine.loop import ExitedRows, Loop
 from twoscale.engine.request import Client, Request
 from twoscale.engine.rows import Part, Rows, concat_rows, make_part
@@ -67,6 +70,19 @@ class WaitingRows:
     """Calls that they took in the loop before; 0 after plain layers."""
 
 
+class Pace(Protocol):
+    """How far loop steps may go before the caller decides again, and who pays for them."""
+
+    interrupt: Interrupt
+    """Ends the loop steps after the current one."""
+
+    def max_steps(self, rows: Rows, layers: int) -> float:
+        """The most steps (at least one, or infinity) of rows in a loop of so many layers."""
+
+    def charge(self, rows: Rows, layers: int) -> None:
+        """So many layers were applied to rows."""
+
+
 class Batch:
     """A batch in flight. `len` is its number of sequences."""
 
@@ -98,7 +114,7 @@ class Batch:
             n = len(new)
             row_range = slice(at, at + n)
             part = make_part(batch_index, cache, first, n)
-            chunk = InFlight(part, ids[:, row_range], request, [[0] * n for _ in range(groups)])
+            chunk = InFlight(part, ids if len(entries) == 1 else ids[:, row_range], request, [[0] * n for _ in range(groups)])
             part.in_flight = chunk
             if start is not None:
                 chunk.start = [states[row_range] for states in start]
@@ -144,43 +160,47 @@ class Batch:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def advance(self, stage: int, keep_going: Callable[[Rows, int], bool] | None = None) -> list[InFlight]:
+    def advance(self, stage: int, pace: Pace | None = None) -> list[InFlight]:
         """Compute one stage for the rows that are there; returns the chunks that have reached the end of the network.
 
-        `keep_going(rows, n_layers)` is called after each call. Loop steps are repeated until rows exit or `keep_going` returns False.
+        Loop steps are repeated until rows exit or `pace` ends them.
         """
         waiting = self.waiting.pop(stage, [])
         if isinstance(self.engine.stages[stage], LoopGroup):
-            self._advance_loop(stage, waiting, keep_going)
+            self._advance_loop(stage, waiting, pace)
         else:
             rows = concat_rows(w.rows for w in waiting)
             x = self.engine.run_plain_stage(stage, _concat([w.x for w in waiting]), rows)
-            self._count_call(rows)
-            if keep_going is not None:
-                keep_going(rows, len(self.engine.blocks[stage]))
+            self._count_calls(rows, 1, len(self.engine.stage_kernels[stage].blocks), pace)
             self._arrive(stage + 1, WaitingRows([chunk for w in waiting for chunk in w.chunks], rows, x))
         done, self._done = self._done, []
         return done
 
-    def _count_call(self, rows: Rows) -> None:
-        self.calls += 1
-        self.rows_computed += rows.n
+    def _count_calls(self, rows: Rows, calls: int, layers: int, pace: Pace | None) -> None:
+        self.calls += calls
+        self.rows_computed += calls * rows.n
+        if pace is not None:
+            pace.charge(rows, calls * layers)
 
-    def _advance_loop(self, stage: int, waiting: list[WaitingRows], keep_going: Callable[[Rows, int], bool] | None) -> None:
+    def _advance_loop(self, stage: int, waiting: list[WaitingRows], pace: Pace | None) -> None:
         loop = self.loops.get(stage)
         if loop is None:
             loop = self.loops[stage] = Loop(self.engine, stage)
         if waiting:
             self._admit(loop, waiting)
+        rows = loop.rows
+        assert rows is not None
+        steps_left = math.inf if pace is None else pace.max_steps(rows, len(loop.layers))
+        interrupt = NEVER if pace is None else pace.interrupt
         exited = None
         while exited is None:
-            rows, exited = loop.rows, loop.advance()
-            assert rows is not None
-            self._count_call(rows)
+            exited = loop.advance(steps_left, interrupt)
+            steps_left -= loop.steps_taken
+            self._count_calls(rows, loop.steps_taken, len(loop.layers), pace)
             if loop.rules.failures:
                 self._collect_failures(loop)
                 break
-            if keep_going is not None and not keep_going(rows, len(loop.layers)):
+            if steps_left < 1 or interrupt:
                 break
         if not len(loop):
             del self.loops[stage]

@@ -15,6 +15,7 @@ to those of the newest of these steps that uses the same level.
 Shapes: L level, J key/value heads, T position, D head width.
 """
 
+import ctypes
 import re
 from collections.abc import Sequence
 from copy import copy
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from twoscale.config import ModelConfig, UserError
 from twoscale.engine.kernels.base import Kernels
+from twoscale.engine.kernels.library import LayerMemory
 from twoscale.engine.kernels.torch_ops import TorchKernels
 
 if TYPE_CHECKING:
@@ -67,6 +69,12 @@ class LayerCache:
         self.n_levels = 0  # levels allocated and filled so far
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
+        self._new_memory()
+
+    def _new_memory(self) -> None:
+        """`memory` tells C kernels where keys and values are; it is a struct at a fixed address."""
+        self.memory = LayerMemory(max_levels=self.max_levels)
+        self.memory_address = ctypes.addressof(self.memory)
 
     def write(self, step: int, at: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
         """Store keys and values (J, D), or (J, n, D) for several positions; returns what this loop step attends to, (J, end, D)
@@ -105,7 +113,6 @@ class LayerCache:
             levels = min(self.max_levels, max(1, 2 * len(self.keys), level + 1))
             self._check_memory(levels)
             self._reallocate(levels, length)
-            self.level_bytes = self.keys[0].nbytes
         for new in range(self.n_levels, level + 1):
             if new:
                 for store in (self.keys, self.values):
@@ -139,13 +146,16 @@ class LayerCache:
         """A copy with its own memory, allocated by other kernels if they are given."""
         new = copy(self)
         new.kernels = kernels or self.kernels
+        new._new_memory()
         if len(self.keys):
             new._reallocate(len(self.keys), self.shape[1])
         return new
 
     def update_addresses(self) -> None:
         """Update the addresses after keys and values have moved."""
-        self.addresses = self.kernels.addresses(self.keys, self.values)
+        self.addresses, self.level_bytes = self.kernels.addresses(self.keys, self.values), self.keys[0].nbytes
+        self.memory.keys, self.memory.values = self.addresses
+        self.memory.level_size = self.keys[0].numel()
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@
 Shapes: N rows, C width, G group.
 """
 
+import functools
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
@@ -21,13 +22,13 @@ from twoscale.engine.kernels import DecodeCopy, KernelName, TorchKernels, optimi
 from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows
 from twoscale.model import LoopedGPT, StateNoise
-from twoscale.model.layers import Rope
+from twoscale.model.layers import Rope, rope_table
 from twoscale.model.start import start_state
 
 SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's index in the batch, its cache, and its next tokens
 
-MAX_TABLE_SIZE = 1 << 24  # entries; if start states of all positions would need more, they are computed for each token instead
-MAX_TABLES = 4  # seeds whose tables of start states are cached
+MAX_TABLE_SIZE = 1 << 24  # entries; if start states or rotary angles of all positions need more, they are computed for each token instead
+MAX_TABLES = 4  # seeds whose tables of start states are cached; models whose tables of rotary angles are
 
 
 class Engine:
@@ -47,12 +48,12 @@ class Engine:
         self.loop_steps = [0] * self.config.n_groups
         """For each group, the loop steps of all tokens so far."""
         self.stages = list(self.model.stages)
-        self.blocks = [list(stage.blocks) for stage in self.stages]  # type: ignore[arg-type]
-        """The layers of each stage, as a list: indexing a ModuleList takes microseconds."""
         self.first_layers = [0]
         """Index of the first layer of each stage."""
         for layers, _ in self.config.stages:
             self.first_layers.append(self.first_layers[-1] + len(layers))
+        self._embedding = self.kernels.embedding(self.model)
+        self.stage_kernels = [self.kernels.stage(stage, first) for stage, first in zip(self.stages, self.first_layers, strict=False)]
         self.origin = model
         """The model that it was made from; the engine's own copy is `model`."""
 
@@ -62,22 +63,22 @@ class Engine:
 
     def embed(self, rows: Rows) -> Tensor:
         """Token and position embeddings of the rows, (N, C)."""
-        return self.model.embed(rows.tokens, rows.positions)
+        return self._embedding(rows)
 
     def rope(self, rows: Rows) -> Rope | None:
         """Rotary angles at the rows' positions; None if the model has none."""
         if rows.rope is None:
-            rows.rope = (self.model.rope(rows.positions),)
+            c = self.config
+            if c.positions != "rotary" or c.block_size * c.head_dim > MAX_TABLE_SIZE:
+                rows.rope = (self.model.rope(rows.positions),)
+            else:
+                cos, sin = _rope_table(c.block_size, c.head_dim, c.rope_base, self.device)
+                rows.rope = ((rows.gather(cos), rows.gather(sin)),)
         return rows.rope[0]
 
     def run_plain_stage(self, stage: int, x: Tensor, rows: Rows) -> Tensor:
         """The layers of a plain (not looped) stage on rows (N, C)."""
-        blocks = self.blocks[stage]
-        attention_of_layer, rope = rows.attention(self.first_layers[stage], len(blocks)), self.rope(rows)
-        x = x[None]
-        for i, block in enumerate(blocks):
-            x = block(x, rope, attention_of_layer(i))
-        return x[0]
+        return self.stage_kernels[stage].run(x, self.rope(rows), rows)
 
     def noise(self, seed: int) -> StateNoise:
         return StateNoise(seed)
@@ -86,23 +87,23 @@ class Engine:
         """Initial states x^(0) of rows that enter a group with the input e (N, C)."""
         seeds = {part.cache.params.seed for part in rows.parts}
         if len(seeds) == 1:
-            return self._start_states(group, e, rows.positions, seeds.pop())
+            return self._start_states(group, e, rows, seeds.pop())
         each, first = [], 0
         for part in rows.parts:
             row_range = slice(first, first + part.count)
-            each.append(self._start_states(group, e[row_range], rows.positions[row_range], part.cache.params.seed))
+            each.append(self._start_states(group, e[row_range], Rows([part], rows.ids[:, row_range], rows.kernels), part.cache.params.seed))
             first += part.count
         return torch.cat(each)
 
-    def _start_states(self, group: int, e: Tensor, positions: Tensor, seed: int) -> Tensor:
+    def _start_states(self, group: int, e: Tensor, rows: Rows, seed: int) -> Tensor:
         c = self.config
         if c.start != "noise" or c.block_size * c.n_embd > MAX_TABLE_SIZE:
-            return start_state(c, group, e, positions, self.noise(seed))
+            return start_state(c, group, e, rows.positions, self.noise(seed))
         tables = _start_tables(self.origin, seed, self._like)
         if group not in tables:
             all_positions = torch.arange(c.block_size, device=e.device)
             tables[group] = self.noise(seed)(group, all_positions, c.n_embd).to(self._like)
-        return tables[group][positions]
+        return rows.gather(tables[group])
 
     @torch.inference_mode()
     def run(
@@ -150,6 +151,13 @@ class Engine:
                     whole[rows] = part
         assert x is not None
         return x, steps
+
+
+@functools.lru_cache(maxsize=MAX_TABLES)
+def _rope_table(block_size: int, head_dim: int, base: float, device: torch.device) -> Rope:
+    """Rotary angles of all positions."""
+    with torch.inference_mode(False):
+        return rope_table(torch.arange(block_size, device=device), head_dim, base)
 
 
 _TABLES: WeakKeyDictionary[LoopedGPT, dict[object, dict[int, Tensor]]] = WeakKeyDictionary()

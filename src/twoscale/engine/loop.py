@@ -1,4 +1,5 @@
-"""Rows inside one loop group. Every call of `advance` applies the group's map once to all of them; they may be at different loop steps.
+"""Rows inside one loop group. `step` applies the group's map once to all of them; they may be at different loop steps. `advance` takes
+several steps, by the kernels' own implementation of such a sequence if they have one.
 
 Rows may join between two calls. They exit one by one: when their exit rule fires, or at their request's maximum number of loop steps.
 
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from twoscale.engine.kernels.base import NEVER, Interrupt, LoopSteps
 from twoscale.engine.row_rules import LoopExitRules
 from twoscale.engine.rows import Part, Rows
 from twoscale.model import LoopGroup
+from twoscale.model.group import AttentionOfLayer
 
 if TYPE_CHECKING:
     from twoscale.engine.engine import Engine
@@ -37,9 +40,11 @@ class Loop:
         group = engine.stages[stage]
         assert isinstance(group, LoopGroup)
         self.engine, self.group, self.stage = engine, group, stage
-        self.layers = range(engine.first_layers[stage], engine.first_layers[stage + 1])
+        self.layers, self.kernel = range(engine.first_layers[stage], engine.first_layers[stage + 1]), engine.stage_kernels[stage]
         self.rows: Rows | None = None
-        self.rules = LoopExitRules(group.index, engine.kernels)
+        self.rules = LoopExitRules(group.index, engine.config.n_embd, engine.kernels)
+        self.steps_taken = 0
+        """Steps of the last call of `advance`."""
 
     def __len__(self) -> int:
         return 0 if self.rows is None else self.rows.n
@@ -60,14 +65,16 @@ class Loop:
     def _set_rows(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
         self.rows, self.x, self.injected = rows, x, injected
         self.rope = self.engine.rope(rows)
-        self.attention_of_layer = rows.attention(self.layers.start, len(self.layers))
+        self.bound: object | None = None
+        """What the kernels have prepared for these rows."""
+        self._attention_of_layer: AttentionOfLayer | None = None
         self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
         self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts))
         """Steps until one of the caches must allocate another level."""
 
     def _clear(self) -> None:
         failures, self.rows = self.rules.failures, None
-        self.rules = LoopExitRules(self.group.index, self.engine.kernels)
+        self.rules = LoopExitRules(self.group.index, self.engine.config.n_embd, self.engine.kernels)
         self.rules.failures = failures
 
     def drop(self, gone: Sequence[bool]) -> None:
@@ -85,28 +92,48 @@ class Loop:
         injected = None if self.injected is None else self.injected.index_select(0, index)
         self._set_rows(self.rows.select(index), self.x.index_select(0, index), injected)
 
-    def advance(self) -> ExitedRows | None:
-        """Apply the map once to every row; returns the rows that exit, if any."""
-        rows, before, engine = self.rows, self.x, self.engine
+    def advance(self, max_steps: float = 1, interrupt: Interrupt = NEVER) -> ExitedRows | None:
+        """Steps until rows exit, `max_steps` are taken (at least one), or `interrupt` is set; returns the rows that exit, if any.
+
+        Fewer steps are taken where a cache has no level for the next one yet, or a rule fails: see `steps_taken`.
+        """
+        rows = self.rows
         assert rows is not None
-        self._allocated_steps_left -= 1
-        if self._allocated_steps_left < 0 and not self._allocate_levels(rows):
+        self.steps_taken = 0
+        if self._allocated_steps_left < 1 and not self._allocate_levels(rows):
             return None
+        limit = min(max_steps, self._allocated_steps_left, max(self.max_steps))
+        steps = self.kernel.iterate(self, int(limit), interrupt)
+        self.steps_taken, self.x = steps.taken, steps.after
+        self._allocated_steps_left -= steps.taken
+        self.engine.loop_steps[self.group.index] += steps.taken * rows.n
+        if steps.exits is False:
+            return None
+        if steps.exits is True:
+            return self._exit_all(rows, steps.before if steps.return_previous is True else steps.after)
+        return self._exit_some(rows, steps)
+
+    def step(self) -> LoopSteps:
+        """Apply the map once to every row. This is the definition of a loop step."""
+        rows, before = self.rows, self.x
+        assert rows is not None
         at_limit = False
         for part, limit in zip(rows.parts, self.max_steps, strict=True):
             part.k += 1
             at_limit = at_limit or part.k >= limit
-        x = before if engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
+        x = before if self.engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
         injected = None if self.injected is None else self.injected[None]
-        after = self.group.step(x[None], injected, self.rope, self.attention_of_layer)[0]
-        engine.loop_steps[self.group.index] += rows.n
+        if self._attention_of_layer is None:
+            self._attention_of_layer = rows.attention(self.layers.start, len(self.layers))
+        after = self.group.step(x[None], injected, self.rope, self._attention_of_layer)[0]
+        self.x = after
         exits, return_previous = self.rules.update(rows, before, after, self._read)
         if rows.n == 1:
-            if not (exits or at_limit):
-                self.x = after
-                return None
-            return self._exit_all(rows, before if return_previous else after)
-        return self._exit_some(rows, before, after, exits, return_previous, at_limit)
+            return LoopSteps(1, before, after, bool(exits or at_limit), bool(return_previous))
+        if at_limit:
+            ended = [part.k >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
+            exits = torch.tensor(ended, device=after.device) | exits
+        return LoopSteps(1, before, after, exits, return_previous)
 
     def _steps_until_allocation(self, part: Part) -> float:
         """Further steps of a part for which the levels of its cache are allocated; infinite if they all are."""
@@ -124,7 +151,7 @@ class Loop:
                     part.cache.layers[layer].ensure_level(part.k + 1, part.cache.length)
             except Exception as error:
                 self.rules.failures.append(([part], error))
-        self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts)) - 1
+        self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts))
         return not self.rules.failures
 
     def _exit_all(self, rows: Rows, states: Tensor) -> ExitedRows:
@@ -133,28 +160,19 @@ class Loop:
         self._clear()
         return ExitedRows(rows, self.group.output(states))
 
-    def _exit_some(
-        self, rows: Rows, before: Tensor, after: Tensor, exits: Tensor | bool, return_previous: Tensor | bool, at_limit: bool
-    ) -> ExitedRows | None:
-        """Remove the rows whose rule has fired or that are at their maximum number of steps, and return them."""
-        exit_mask = torch.full((rows.n,), exits, device=after.device) if isinstance(exits, bool) else exits
-        if at_limit:
-            ended = [part.k >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
-            exit_mask = exit_mask | torch.tensor(ended, device=after.device)
-        exit_index = exit_mask.nonzero().flatten()
-        if not len(exit_index):
-            self.x = after
-            return None
-        states = after
-        if return_previous is not False:
-            states = torch.where(torch.as_tensor(return_previous, device=after.device)[..., None], before, after)
+    def _exit_some(self, rows: Rows, steps: LoopSteps) -> ExitedRows:
+        """Remove the rows that exit, and return them."""
+        assert isinstance(steps.exits, Tensor)
+        exit_index, states = steps.exits.nonzero().flatten(), steps.after
+        if steps.return_previous is not False:
+            states = torch.where(torch.as_tensor(steps.return_previous, device=states.device)[..., None], steps.before, states)
         if len(exit_index) == rows.n:
             return self._exit_all(rows, states)
         exited_rows = rows.select(exit_index)
         exited_rows.fill_deeper_levels(self.layers)
         exited = ExitedRows(exited_rows, self.group.output(states.index_select(0, exit_index)))
         self.x = states
-        self._select_rows((~exit_mask).nonzero().flatten())
+        self._select_rows((~steps.exits).nonzero().flatten())
         return exited
 
     def _step_noise(self, rows: Rows) -> Tensor:

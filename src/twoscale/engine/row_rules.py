@@ -16,6 +16,7 @@ from twoscale.engine.kernels import Kernels
 from twoscale.engine.rows import Part, Rows
 from twoscale.exits import Rule, RuleState
 from twoscale.exits.rule import Meter, Numbers
+from twoscale.exits.statistics import Condition
 
 Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), "lens" | "coda" | "gate") -> logits or probabilities: `Loop._read`
 
@@ -28,11 +29,15 @@ class StepHistory:
         self.last: Tensor | None = None
         """(N, C); NaN for rows that have taken no step yet."""
 
+    def last_of(self, states: Tensor) -> Tensor:
+        """The previous steps of the rows with these states (N, C), for a caller who replaces them by the next ones."""
+        if self.last is None:
+            self.last = torch.full_like(states, math.nan, dtype=torch.float32)
+        return self.last
+
     def measure(self, before: Tensor, after: Tensor) -> Sequence[Numbers]:
         """The norms of the step from `before` to `after` (N, C), as `exits.rule.Meter` returns them."""
-        if self.last is None:
-            self.last = torch.full_like(before, math.nan, dtype=torch.float32)
-        return self.meter(before, after, self.last)
+        return self.meter(before, after, self.last_of(before))
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices."""
@@ -74,9 +79,9 @@ class RuleTokens:
 class RowsOfRule:
     """The rows that have the same rule, and the state of this rule."""
 
-    def __init__(self, rule: Rule | None, row_indices: list[int]) -> None:
-        self.rule, self.row_indices = rule, row_indices  # ascending
-        self.state = None if rule is None else RuleState(rule)
+    def __init__(self, rule: Rule | None, row_indices: list[int], condition: Condition | None, kernels: Kernels) -> None:
+        self.rule, self.row_indices, self.condition = rule, row_indices, condition  # ascending
+        self.state = None if rule is None else RuleState(rule, None if condition is None else kernels.evaluator(condition))
         self.tokens: RuleTokens | None = None
         """These rows as the rule sees them; None after a change of the rows."""
 
@@ -90,8 +95,8 @@ class RowsOfRule:
 class LoopExitRules:
     """The states of all rules of the rows in a group. `update` tells which rows exit."""
 
-    def __init__(self, group: int, kernels: Kernels) -> None:
-        self.group, self.kernels = group, kernels
+    def __init__(self, group: int, width: int, kernels: Kernels) -> None:
+        self.group, self.width, self.kernels = group, width, kernels
         self.by_rule: list[RowsOfRule] = []
         self.history: StepHistory | None = None
         """None until a rule needs it."""
@@ -111,10 +116,15 @@ class LoopExitRules:
             new = list(range(self.n, self.n + part.count))
             self.n += part.count
             if same_rule is None:
-                self.by_rule.append(RowsOfRule(rule, new))
+                self.by_rule.append(RowsOfRule(rule, new, self._condition(rule), self.kernels))
             else:
                 same_rule.admit(new)
         self._clear_tokens()
+
+    def _condition(self, rule: Rule | None) -> Condition | None:
+        """The condition of a rule, if it has one for states of this width."""
+        condition = None if rule is None else rule.condition(self.group)
+        return None if condition is None or condition.width not in (None, self.width) else condition
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices (ascending int64)."""
@@ -139,6 +149,27 @@ class LoopExitRules:
     def _clear_tokens(self) -> None:
         for entry in self.by_rule:
             entry.tokens = None
+
+    def conditions(self) -> list[tuple[Rule | None, Condition | None]] | None:
+        """The rules and their conditions, in the order of `by_rule`; (None, None) is "no rule". None if a rule has no condition."""
+        found = [(entry.rule, entry.condition) for entry in self.by_rule]
+        return None if any(rule is not None and condition is None for rule, condition in found) else found
+
+    def streaks(self) -> list[int] | None:
+        """How many steps in a row each row has passed; None if no rule counts them."""
+        if not any(entry.rule is not None and entry.rule.hits > 1 for entry in self.by_rule):
+            return None
+        streaks = [0] * self.n
+        for entry in self.by_rule:
+            if entry.state is not None:
+                for row, streak in zip(entry.row_indices, entry.state.streaks(len(entry.row_indices)), strict=True):
+                    streaks[row] = streak
+        return streaks
+
+    def set_streaks(self, streaks: Sequence[int]) -> None:
+        for entry in self.by_rule:
+            if entry.state is not None and entry.state.rule.hits > 1:
+                entry.state.set_streaks([streaks[row] for row in entry.row_indices])
 
     def update(self, rows: Rows, before: Tensor, after: Tensor, read: Read) -> tuple[Tensor | bool, Tensor | bool]:
         """Which rows exit after the step from `before` to `after` (N, C), and which of them return the state before the step.

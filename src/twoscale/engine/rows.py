@@ -87,14 +87,16 @@ class Rows:
 
     @cached_property
     def sequences(self) -> Tensor:
-        """`Part.batch_index` of each row, (N,): the index of its sequence in the caller's batch. Not `part_indices`: a caller may give
-        several sequences the same index. The name is that of the protocol `exits.rule.Tokens`."""
+        """`Part.batch_index` of each row, (N,): the index of its sequence in the caller's batch. A caller may give several
+        sequences the same index. The name is that of the protocol `exits.rule.Tokens`."""
         return self._per_row([part.batch_index for part in self.parts])
 
-    @cached_property
-    def part_indices(self) -> Tensor:
-        """Index of each row's part in `parts`, (N,)."""
-        return self._per_row(list(range(len(self.parts))))
+    def gather(self, table: Tensor) -> Tensor:
+        """The entries of a table over positions (T, ...) at the rows' positions, (N, ...)."""
+        at = self.parts[0].at
+        if self.n == 1 and isinstance(at, int):
+            return table.narrow(0, at, 1)  # a view
+        return table.index_select(0, self.positions)
 
     @cached_property
     def longest(self) -> int:
@@ -144,12 +146,13 @@ class Rows:
             first, low = first + part.count, high
 
     @cached_property
-    def _row_kernels(self) -> RowKernels:
+    def bound(self) -> RowKernels:
+        """The kernels bound to these rows."""
         return self.kernels.bind(self)
 
     def attention(self, first_layer: int, layers: int) -> AttentionOfLayer:
         """A function of i: the attention of layer `first_layer + i`, for i below `layers`. It writes keys and values to the caches."""
-        attention_of_layer = [self._row_kernels.attention(first_layer + i) for i in range(layers)]
+        attention_of_layer = [self.bound.attention(first_layer + i) for i in range(layers)]
         return attention_of_layer.__getitem__
 
 

@@ -6,6 +6,7 @@ All rows are sampled in one call, each with its own parameters. A row's token de
 Shapes: N rows, V vocabulary.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,29 +41,18 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
 def _sample_native(library: Library, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """One call of sample.c for all rows."""
     n, V = logits.shape
-    logits = logits.to(torch.float32).contiguous()
+    logits, params = logits.to(torch.float32).contiguous(), [d.params for d in draws]
     # A temperature below 1e-30 has no fp32 inverse; it gives the most likely token anyway.
-    temperature = [max(d.params.temperature, 1e-30) if d.params.temperature else 0.0 for d in draws]
-    top_k = [min(d.params.top_k or 0, V) for d in draws]
-    top_p = [1.0 if d.params.top_p is None else d.params.top_p for d in draws]
-    u = [d.uniform if d.params.temperature else 0.5 for d in draws]
+    temperature = (ctypes.c_float * n)(*[max(p.temperature, 1e-30) if p.temperature else 0.0 for p in params])
+    top_k = (ctypes.c_int32 * n)(*[min(p.top_k or 0, V) for p in params])
+    top_p = (ctypes.c_double * n)(*[1.0 if p.top_p is None else p.top_p for p in params])
+    u = (ctypes.c_double * n)(*[d.uniform if d.params.temperature else 0.5 for d in draws])
+    tokens, finite = (ctypes.c_int64 * n)(), (ctypes.c_int32 * n)()
     threads = min(n, threads_to_use())
     size = threads * (4 * V + 2 * -(-V // 64))
-    tokens, finite = _tensor([0] * n, torch.int64), _tensor([0] * n, torch.int32)
-    settings = (
-        _tensor(temperature, torch.float32),
-        _tensor(top_k, torch.int32),
-        _tensor(top_p, torch.float64),
-        _tensor(u, torch.float64),
-    )
     scratch = floats(size)
-    addresses = [pointer(x, n, x.dtype) for x in (*settings, tokens, finite)]
-    library.sample(threads, n, V, pointer(logits, n * V), *addresses[:4], pointer(scratch, size), *addresses[4:])
-    return Sampled(tokens.tolist(), [bool(f) for f in finite.tolist()])
-
-
-def _tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device="cpu")
+    library.sample(threads, n, V, pointer(logits, n * V), temperature, top_k, top_p, u, pointer(scratch, size), tokens, finite)
+    return Sampled(tokens[:], [bool(f) for f in finite])
 
 
 def _sample_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:

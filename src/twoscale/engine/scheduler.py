@@ -28,9 +28,10 @@ from twoscale.engine.drafting import Drafter
 from twoscale.engine.engine import Engine
 from twoscale.engine.fair import QUANTUM, FairShares, select_for_batch
 from twoscale.engine.kernels import DecodeCopy, KernelName
+from twoscale.engine.kernels.base import Interrupt
+from twoscale.engine.pace import SchedulerPace
 from twoscale.engine.policy import policy_of
-from twoscale.engine.request import Client, Draw, Request
-from twoscale.engine.rows import Rows
+from twoscale.engine.request import Draw, Request
 from twoscale.engine.sample import Sampled, sample
 from twoscale.engine.speculation import OFF
 from twoscale.engine.wavefront import Wave
@@ -81,7 +82,7 @@ class Scheduler:
         """The running requests that have tokens in a batch; the others are idle."""
         self._drafters: dict[Request, Drafter] = {}
         """The running requests that speculate."""
-        self._new_arrivals = False
+        self._new_arrivals = Interrupt()
         self._lock = threading.Lock()
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Scheduler:
         self.check(request)
         with self._lock:
             self.waiting.append(request)
-            self._new_arrivals = True
+            self._new_arrivals.set(True)
 
     def check(self, request: Request) -> None:
         """UserError if a request can never be served."""
@@ -205,30 +206,15 @@ class Scheduler:
         """Calls of the engine until tokens have reached the end of the network, a request has arrived, or all clients of the batch have
         passed `until_virtual_time`. Returns the chunks that have reached the end."""
         policy, counters = self.policy, self.counters
-        clients = set(batch.clients())
-        one = next(iter(clients)) if len(clients) == 1 else None
-
-        def keep_going(rows: Rows, layers: int) -> bool:
-            _charge(rows, layers, one)
-            if not policy.loop_until_exit or self._new_arrivals or batch.calls >= split_after_calls:
-                return False
-            return until_virtual_time == math.inf or min(client.virtual_time for client in clients) <= until_virtual_time
-
+        pace = SchedulerPace(batch, policy, until_virtual_time, self._new_arrivals)
         done: list[InFlight] = []
-        split_after_calls = math.inf
         calls_before, rows_before, started = batch.calls, batch.rows_computed, time.perf_counter()
         while batch.chunks and not done:
-            split_after_calls = policy.split_after_calls(batch)
-            done = batch.advance(policy.stage(batch), keep_going)
+            done = batch.advance(policy.stage(batch), pace)
             if batch.chunks and batch.calls >= policy.split_after_calls(batch):
                 self.batches.append(batch.split(batch.earliest_stage))
                 break
-            if (
-                batch.failures
-                or not policy.loop_until_exit
-                or self._new_arrivals
-                or (until_virtual_time < math.inf and min(client.virtual_time for client in clients) > until_virtual_time)
-            ):
+            if batch.failures or not policy.loop_until_exit or self._new_arrivals or pace.time_is_up():
                 break
         counters.engine_seconds += time.perf_counter() - started
         counters.calls += batch.calls - calls_before
@@ -357,7 +343,7 @@ class Scheduler:
         """Start waiting requests as long as the limits allow it."""
         admitted = []
         with self._lock:
-            self._new_arrivals = False
+            self._new_arrivals.set(False)
             while self.waiting and (
                 request := self.fair.next(self.waiting, self.running, self.max_num_seqs, self.cache_bytes, self._bytes)
             ):
@@ -378,15 +364,6 @@ class Scheduler:
                     raise
                 LOG.exception("a request could not begin")
                 self._finish(request, "error", error)
-
-
-def _charge(rows: Rows, layers: int, one: Client | None) -> None:
-    """Charge the clients of rows for `layers` layers; `one` is the client if all rows have the same."""
-    if one is not None:
-        one.virtual_time += rows.n * layers
-        return
-    for part in rows.parts:
-        part.in_flight.request.client.virtual_time += part.count * layers
 
 
 def run_until_done(scheduler: Scheduler, requests: Sequence[Request], after_step: Callable[[], object] | None = None) -> None:

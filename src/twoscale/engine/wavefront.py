@@ -12,14 +12,15 @@ it are dropped at once. When the first position leaves the loop, its true token 
 The keys and values that a read-out writes in the layers behind the loop are provisional: the position overwrites them when it is its turn.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from twoscale.engine.batch import Batch, InFlight
+from twoscale.engine.batch import Batch, InFlight, Pace
 from twoscale.engine.engine import Engine
+from twoscale.engine.kernels.base import NEVER
 from twoscale.engine.loop import Loop
 from twoscale.engine.request import Request
 from twoscale.engine.rows import Part, Rows, make_part
@@ -80,24 +81,20 @@ class Wave(Batch):
             self.positions, self.loop.rows = [], None
             self.chunks.clear()
 
-    def advance(self, stage: int, keep_going: Callable[[Rows, int], bool] | None = None) -> list[InFlight]:
-        """Calls until the first position is done, which is returned, or `keep_going` returns False."""
+    def advance(self, stage: int, pace: Pace | None = None) -> list[InFlight]:
+        """Calls until the first position is done, which is returned, or `pace` ends them."""
         while True:
             if self._next_token is not None and len(self.positions) < self.plan.width and self.cache.length < self.cache.capacity:
-                self._enter(self._next_token, keep_going)
-            go_on = True
-            if len(self.loop):
-                self._advance_loop_once()
-                if self.failures:
-                    return []
-                rows = self.loop.rows
-                go_on = keep_going is None or rows is None or keep_going(rows, len(self.loop.layers))
+                self._enter(self._next_token, pace)
+            go_on = not len(self.loop) or self._advance_to_next_read(pace)
+            if self.failures:
+                return []
             due = [p for p in self.positions if (p.output is not None and p.guess is None) or p.part.k >= p.next_read]
             first = self.positions[0]
             if first.output is not None and first not in due:
                 due.insert(0, first)
             if due:
-                done = self._read(due, keep_going)
+                done = self._read(due, pace)
                 if done is not None:
                     return [done]
             if not go_on:
@@ -105,7 +102,7 @@ class Wave(Batch):
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def _enter(self, token: int, keep_going: Callable[[Rows, int], bool] | None) -> None:
+    def _enter(self, token: int, pace: Pace | None) -> None:
         """The next position enters the loop with this token."""
         engine, at = self.engine, self.cache.extend(1)
         part = make_part(self.request.batch_index, self.cache, at, 1, self.chunk)
@@ -114,36 +111,39 @@ class Wave(Batch):
         x = engine.embed(rows)
         if self.stage:
             x = engine.run_plain_stage(0, x, rows)
-            self._count(rows)
-            if keep_going is not None:
-                keep_going(rows, len(engine.blocks[0]))
+            self._count(rows, 1, len(engine.stage_kernels[0].blocks), pace)
         self.loop.admit(rows, x)
         if self.positions:
             self._add(drafted=1)
         self.positions.append(Position(part, ids, token, min(self.plan.steps, self.max_steps)))
         self._next_token = None
 
-    def _advance_loop_once(self) -> None:
-        rows, exited = self.loop.rows, self.loop.advance()
+    def _advance_to_next_read(self, pace: Pace | None) -> bool:
+        """Loop steps until a position leaves the loop or is to be read; returns False if `pace` has ended them."""
+        rows, layers = self.loop.rows, len(self.loop.layers)
         assert rows is not None
-        self._count(rows)
+        to_next_read = min(p.next_read - p.part.k for p in self.positions if p.output is None)
+        allowed, interrupt = (math.inf, NEVER) if pace is None else (pace.max_steps(rows, layers), pace.interrupt)
+        exited = self.loop.advance(max(1, min(to_next_read, allowed)), interrupt)
+        self._count(rows, self.loop.steps_taken, layers, pace)
         if self.loop.rules.failures:
             self._collect_failures(self.loop)
         elif exited is not None:
             at = {p.part.end: p for p in self.positions}
             for i, part in enumerate(exited.rows.parts):
                 at[part.end].output = exited.x[i : i + 1]
+        return self.loop.steps_taken < allowed and not interrupt
 
-    def _count(self, rows: Rows) -> None:
-        self._count_call(rows)
-        self._add(calls=1)
+    def _count(self, rows: Rows, calls: int, layers: int, pace: Pace | None) -> None:
+        self._count_calls(rows, calls, layers, pace)
+        self._add(calls=calls)
 
     def _add(self, **counts: int) -> None:
         self.request.speculation += SpeculationStats(**counts)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def _read(self, due: list[Position], keep_going: Callable[[Rows, int], bool] | None) -> InFlight | None:
+    def _read(self, due: list[Position], pace: Pace | None) -> InFlight | None:
         """Read positions through the layers behind the loop; returns the first position of the wave if it is done."""
         engine, group = self.engine, self.loop.group
         rows = Rows([p.part for p in due], torch.cat([p.ids for p in due], dim=1), engine.kernels)
@@ -152,9 +152,7 @@ class Wave(Batch):
         x = torch.cat(states)
         if self.stage + 1 < len(engine.stages):
             x = engine.run_plain_stage(self.stage + 1, x, rows)
-            self._count(rows)
-            if keep_going is not None:
-                keep_going(rows, len(engine.blocks[self.stage + 1]))
+            self._count(rows, 1, len(engine.stage_kernels[self.stage + 1].blocks), pace)
         done = None
         if due[0] is self.positions[0] and due[0].output is not None:
             first, x = due.pop(0), torch.cat((x[1:], x[:1]))

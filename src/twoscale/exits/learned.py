@@ -21,7 +21,9 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.serial import read_json
+from twoscale.exits import statistics
 from twoscale.exits.rule import Numbers, StepView, Threshold
+from twoscale.exits.statistics import Condition
 from twoscale.geometry.steps import beside, cosine_of
 
 FEATURES = ("bias", "log step", "log acceleration", "log ratio", "cosine", "log k", "log step x log k")
@@ -99,6 +101,17 @@ class Learned(Threshold):
     def flops(self, group: int) -> int:
         """Of one look: a multiplication and an addition for each weight."""
         return 2 * len(self.heads[group])
+
+    @cached_property
+    def _conditions(self) -> list[Condition]:
+        """The condition of each group."""
+        widths = [(len(head) - 1 - 3 * HIDDEN) // (2 * HIDDEN) if g in self._on_state else None for g, head in enumerate(self.heads)]
+        kinds = [statistics.LEARNED_BY_STEPS if width is None else statistics.LEARNED_BY_STATE for width in widths]
+        each = zip(kinds, self.heads, widths, strict=True)
+        return [Condition(kind, self.tau, parameters=head, width=width) for kind, head, width in each]
+
+    def condition(self, group: int) -> Condition | None:
+        return self._conditions[group] if group < len(self.heads) and type(self) is Learned else None
 
     def measure(self, view: StepView) -> Numbers:
         if view.group >= len(self.heads):

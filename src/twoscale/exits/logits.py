@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.exits import statistics
 from twoscale.exits.rule import Numbers, Reading, Rule, StepView, Threshold, check_number
+from twoscale.exits.statistics import Condition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,14 @@ class Reads(Rule):
     def token_by_token(self) -> bool:  # type: ignore[override]
         return self.read == "coda"
 
+    def compared(self) -> Condition:
+        """The condition of a rule that reads by the lens."""
+        raise NotImplementedError
+
+    def condition(self, group: int) -> Condition | None:
+        own = "compared" in type(self).__dict__  # a subclass may read, measure or remember something else
+        return self.compared() if self.read == "lens" and own else None
+
     def log_probs(self, view: StepView) -> Tensor:
         return view.log_probs if self.read == "lens" else view.coda_log_probs
 
@@ -39,6 +49,9 @@ class KL(Reads, Threshold):
     """KL(p^(k) || p^(k-1)) < tau; reverse: KL(p^(k-1) || p^(k)), as Huginn has it (with tau = 5e-4)."""
 
     reverse: bool = False
+
+    def compared(self) -> Condition:
+        return Condition(statistics.KL_REVERSE if self.reverse else statistics.KL_FORWARD, self.tau)
 
     def remember(self, view: StepView) -> Tensor:
         return self.log_probs(view)
@@ -59,6 +72,9 @@ class MinPKL(Reads, Threshold):
         super().__post_init__()
         check_number(self, "min_p", 0.0, 1.0)
 
+    def compared(self) -> Condition:
+        return Condition(statistics.KL_MIN_P, self.tau, parameters=(self.min_p,))
+
     def remember(self, view: StepView) -> Tensor:
         return self._filtered(view)
 
@@ -78,6 +94,9 @@ class Entropy(Reads, Threshold):
 
     tau: float = 1e-3
 
+    def compared(self) -> Condition:
+        return Condition(statistics.ENTROPY_CHANGE, self.tau)
+
     def remember(self, view: StepView) -> Tensor:
         return self._entropy(view)
 
@@ -95,11 +114,14 @@ class ArgmaxStable(Reads):
 
     hits: int = 5
 
+    def compared(self) -> Condition:
+        return Condition(statistics.ARGMAX_CHANGE, 0.5)
+
     def remember(self, view: StepView) -> Tensor:
         return self._argmax(view)
 
     def measure(self, view: StepView) -> Tensor:
-        return self._argmax(view) - view.last
+        return (self._argmax(view) - view.last).abs()
 
     def passes(self, value: Numbers) -> Tensor | bool:
         return value == 0
@@ -117,6 +139,9 @@ class Confidence(Reads):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "tau", 0.0, 1.0)
+
+    def compared(self) -> Condition:
+        return Condition(statistics.CONFIDENCE, self.tau, above=True)
 
     def measure(self, view: StepView) -> Tensor:
         best = self.log_probs(view).topk(2, dim=-1).values.exp()

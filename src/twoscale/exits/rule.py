@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.exits.statistics import Condition
 from twoscale.geometry.steps import length
 
 Reading = Literal["lens", "coda"]
 MAX_COUNT = 1_000_000
 
-# (before, after, last step) (N, C) -> ||D||, ||D - last||, ||last||, ||before||; `last` becomes D
+# (before, after, last step) (N, C) -> ||D||, ||D - last||, ||last||, ||before||, ||after||; `last` becomes D
 Meter = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
 
 
@@ -140,9 +141,19 @@ class StepView:
         return length(self.before) if self.norms is None else self.norms[3]
 
     @property
+    def new_state_norm(self) -> Numbers:
+        """The length of the state that the step has led to."""
+        return length(self.after) if self.norms is None else self.norms[4]
+
+    @property
+    def logits(self) -> Tensor:
+        """What the model would say now, by final norm and head on the state: (N, V)."""
+        return self._once("logits", lambda: self._read(self._rows_of("after", self._after), "lens").float())
+
+    @property
     def log_probs(self) -> Tensor:
-        """What the model would say now, by final norm and head on the state: log-probabilities (N, V)."""
-        return self._once("lens", lambda: torch.log_softmax(self._read(self._rows_of("after", self._after), "lens").float(), dim=-1))
+        """The same as log-probabilities (N, V)."""
+        return self._once("lens", lambda: torch.log_softmax(self.logits, dim=-1))
 
     @property
     def coda_log_probs(self) -> Tensor:
@@ -153,6 +164,9 @@ class StepView:
     def gate(self) -> Tensor:
         """How likely the group's learned gate makes it that the token leaves now: (N,)."""
         return self._once("gate", lambda: self._read(self._rows_of("after", self._after), "gate").float())
+
+
+Evaluator = Callable[[StepView], tuple[Tensor, Tensor]]  # what a rule measures (N,), and what is `view.last` at the next step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +201,10 @@ class Rule:
         """Which numbers speak for leaving: bools (N,), or one for all. NaN must not."""
         raise NotImplementedError
 
+    def condition(self, group: int) -> Condition | None:
+        """The test of `measure` and `passes` in a group as a value, for kernels that check it themselves; None where there is none."""
+        return None
+
     def remember(self, view: StepView) -> Tensor | None:
         """What to see again at the next step as `view.last`: a float tensor with one row for each token, or None."""
         return None
@@ -219,12 +237,16 @@ def check_count(rule: Rule, name: str, value: object) -> None:
         raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it is a whole number of at least 1 and at most {MAX_COUNT}")
 
 
+_NOTHING = torch.tensor(math.nan, dtype=torch.float32, device="cpu")  # never changed in place
+
+
 class RuleState:
     """A rule at work in one group: what it remembers of each token, and how often each has passed in a row."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.last = torch.tensor(math.nan, dtype=torch.float32, device="cpu")
+    def __init__(self, rule: Rule, evaluator: Evaluator | None = None) -> None:
+        """`evaluator` is the kernels' own computation of what the rule measures."""
+        self.rule, self.evaluator = rule, evaluator
+        self.last = _NOTHING
         self.streak: Tensor | int = 0
 
     def update(
@@ -247,6 +269,9 @@ class RuleState:
             self.last = self.last.to(after.device)
             self.streak = self.streak.to(after.device) if isinstance(self.streak, Tensor) else self.streak
         view = StepView(group, rows, before, after, self.last, read, norms, index)
+        if self.evaluator is not None:
+            value, self.last = self.evaluator(view)
+            return self.count(rule.passes(value), view.k)
         passed = rule.passes(rule.measure(view))
         if norms is None:
             remembered = view.step if rule.follows_steps else rule.remember(view)
@@ -260,6 +285,14 @@ class RuleState:
             self.streak = (self.streak + 1) * passed
             passed = self.streak >= self.rule.hits
         return passed & (k >= self.rule.min_steps) if self.rule.min_steps > 1 else passed
+
+    def streaks(self, n: int) -> list[int]:
+        """How many steps in a row each of the n tokens has passed."""
+        return [int(self.streak)] * n if n == 1 or not isinstance(self.streak, Tensor) else self.streak.expand(n).tolist()
+
+    def set_streaks(self, streaks: list[int]) -> None:
+        """For a caller who counts them by itself."""
+        self.streak = streaks[0] if len(streaks) == 1 else torch.tensor(streaks, device=self.last.device)
 
     def take(self, rows: Tensor) -> None:
         """Only these rows (int64) stay."""

@@ -7,54 +7,75 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.exits import statistics
 from twoscale.exits.rule import Numbers, Rule, StepView, Threshold, check_count, check_number
-from twoscale.geometry.steps import EPS, beside, length
+from twoscale.exits.statistics import Condition, Statistic, has_tests_of
 
 
 @dataclass(frozen=True)
-class StepNorm(Threshold):
+class StepThreshold(Threshold):
+    """A rule that passes when a statistic of the step lies below tau."""
+
+    follows_steps: ClassVar[bool] = True
+
+    @property
+    def statistic(self) -> Statistic:
+        raise NotImplementedError
+
+    def measure(self, view: StepView) -> Numbers:
+        assert self.statistic.of is not None
+        return self.statistic.of(view)
+
+    def condition(self, group: int) -> Condition | None:
+        return Condition(self.statistic, self.tau) if has_tests_of(self, StepThreshold) and self.follows_steps else None
+
+
+@dataclass(frozen=True)
+class StepNorm(StepThreshold):
     """||D^(k)|| < tau; relative: divided by ||x^(k)||, the state that the step left."""
 
     relative: bool = False
 
-    follows_steps: ClassVar[bool] = True
-
-    def measure(self, view: StepView) -> Numbers:
-        return beside(view.step_norm, view.state_norm) if self.relative else view.step_norm
+    @property
+    def statistic(self) -> Statistic:
+        return statistics.STEP_NORM_BY_STATE if self.relative else statistics.STEP_NORM
 
 
 @dataclass(frozen=True)
-class Acceleration(Threshold):
+class Acceleration(StepThreshold):
     """a^(k) = ||D^(k) - D^(k-1)|| < tau, twice in a row; so no token leaves before its third application.
 
     normalize="steps" divides by ||D^(k)|| + ||D^(k-1)||, "state" by ||x^(k)||.
     """
 
     normalize: Literal["steps", "state"] | None = None
-    follows_steps: ClassVar[bool] = True
     hits: int = field(default=2, kw_only=True)
+
+    STATISTICS: ClassVar[dict[str | None, Statistic]] = {
+        None: statistics.ACCELERATION,
+        "steps": statistics.ACCELERATION_BY_STEPS,
+        "state": statistics.ACCELERATION_BY_STATE,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.normalize not in (None, "steps", "state"):
+        if self.normalize not in self.STATISTICS:
             raise UserError(f"Acceleration: normalize = {self.normalize!r}, choose None, 'steps' or 'state'")
 
-    def measure(self, view: StepView) -> Numbers:
-        if self.normalize == "steps":
-            return beside(view.acceleration, view.step_norm, view.last_step_norm)
-        return beside(view.acceleration, view.state_norm) if self.normalize == "state" else view.acceleration
+    @property
+    def statistic(self) -> Statistic:
+        return self.STATISTICS[self.normalize]
 
 
 @dataclass(frozen=True)
-class Cosine(Threshold):
+class Cosine(StepThreshold):
     """1 - cos(x^(k+1), x^(k)) < tau (Huginn)."""
 
     tau: float = 1e-3
 
-    def measure(self, view: StepView) -> Tensor:
-        # As half the squared distance of the directions: 1 - cos itself loses all digits where it is small.
-        a, b = (x / (length(x) + EPS).unsqueeze(-1) for x in (view.before, view.after))
-        return length(a - b).square() / 2
+    @property
+    def statistic(self) -> Statistic:
+        return statistics.COSINE_DISTANCE
 
 
 @dataclass(frozen=True)
@@ -91,7 +112,10 @@ class Fixed(Rule):
         check_count(self, "k", self.k)
 
     def measure(self, view: StepView) -> Numbers:
-        return self.k - view.k
+        return -view.k
 
     def passes(self, value: Numbers) -> Tensor | bool:
-        return value <= 0
+        return value < 1 - self.k
+
+    def condition(self, group: int) -> Condition | None:
+        return Condition(statistics.MINUS_STEPS, 1 - self.k) if has_tests_of(self, Fixed) else None

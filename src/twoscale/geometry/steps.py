@@ -48,6 +48,13 @@ def cosine_of(norm: N, last: N, acceleration: N) -> N:
     return (norm * norm + last * last - acceleration * acceleration) / (2 * norm * last + EPS)
 
 
+def cosine_distance(difference: N, norm: N, other: N) -> N:
+    """1 - cos of two vectors from the norm of their difference and their own norms; 1 if one of them is zero. Plain numbers do too.
+
+    As (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|): 1 - cos itself loses all digits where it is small."""
+    return (difference * difference - (norm - other) * (norm - other) + EPS) / (2 * norm * other + EPS)
+
+
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and NaN where b is zero."""
     return torch.where(b > 0, a / b.clamp(min=torch.finfo(b.dtype).tiny), torch.full_like(a, math.nan))

@@ -3,18 +3,85 @@
 Shapes: N rows, C width, H query heads, J key/value heads, D head width.
 """
 
+import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from twoscale.exits.rule import Meter
-from twoscale.model.layers import MLP, Attend, Block, RMSNorm
+from twoscale.exits.rule import Evaluator, Meter
+from twoscale.exits.statistics import Condition
+from twoscale.model import LoopedGPT
+from twoscale.model.layers import MLP, Attend, Block, RMSNorm, Rope
 
 if TYPE_CHECKING:
     from twoscale.engine.cache import LayerCache, Positions
+    from twoscale.engine.loop import Loop
     from twoscale.engine.rows import Rows
+
+
+class Interrupt:
+    """A flag by which another thread ends a sequence of loop steps after the current one. C code reads it."""
+
+    def __init__(self) -> None:
+        self._flag = ctypes.c_int32(0)
+        self.address = ctypes.addressof(self._flag)
+
+    def __bool__(self) -> bool:
+        return bool(self._flag.value)
+
+    def set(self, value: bool) -> None:
+        self._flag.value = value
+
+
+NEVER = Interrupt()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSteps:
+    """The result of one or more loop steps; only after the last of them rows may exit."""
+
+    taken: int
+    before: Tensor
+    """(N, C): the states before the last step."""
+    after: Tensor
+    """(N, C): the states after it."""
+    exits: Tensor | bool
+    """Which rows exit: bools (N,), or one for all."""
+    return_previous: Tensor | bool
+    """Which of them return the state before the last step: bools (N,), or one for all."""
+
+
+class Stage:
+    """The layers of one stage of the network on the rows of a batch.
+
+    This is the definition, layer by layer and step by step; kernels may override it by something faster that gives the same bits.
+    """
+
+    def __init__(self, module: nn.Module, first_layer: int) -> None:
+        self.module, self.first_layer = module, first_layer
+        self.blocks = list(module.blocks)  # type: ignore[arg-type]
+
+    def run(self, x: Tensor, rope: Rope | None, rows: "Rows") -> Tensor:
+        """All layers once, (N, C) -> (N, C)."""
+        attention_of_layer = rows.attention(self.first_layer, len(self.blocks))
+        x = x[None]
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, attention_of_layer(i))
+        return x[0]
+
+    def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt) -> LoopSteps:
+        """Loop steps of a group until a row exits, a rule fails, `max_steps` are taken (at least one), or `interrupt` is set.
+
+        The levels of the caches for so many steps exist."""
+        taken = 0
+        while True:
+            step, taken = loop.step(), taken + 1
+            exits = step.exits if isinstance(step.exits, bool) else bool(step.exits.any())
+            if exits or taken >= max_steps or loop.rules.failures or interrupt:
+                return LoopSteps(taken, step.before, step.after, step.exits if exits else False, step.return_previous)
 
 
 class RowKernels(Protocol):
@@ -49,6 +116,14 @@ class Kernels(ABC):
     def block(self, block: Block) -> nn.Module:
         """A module equivalent to a block, whose submodules have been replaced already; called with `RowKernels.attention`."""
 
+    def embedding(self, model: LoopedGPT) -> "Callable[[Rows], Tensor]":
+        """A function that returns the embeddings (N, C) of the rows' tokens and positions, by the decode copy `model`."""
+        return lambda rows: model.embed(rows.tokens, rows.positions)
+
+    def stage(self, module: nn.Module, first_layer: int) -> Stage:
+        """The layers of a stage of the decode copy; `first_layer` is the index of its first layer in the network."""
+        return Stage(module, first_layer)
+
     @abstractmethod
     def bind(self, rows: "Rows") -> RowKernels:
         """Bind to the rows of a batch."""
@@ -56,6 +131,11 @@ class Kernels(ABC):
     @abstractmethod
     def meter(self) -> Meter:
         """A function that computes the step norms which exit rules compare; it may have state. See `exits.rule.Meter`."""
+
+    def evaluator(self, condition: Condition) -> Evaluator | None:
+        """A function that computes the statistic of a condition as a fused loop does, for loops that go step by step; None if the rule's
+        own `measure` gives the same."""
+        return None
 
     def for_engine(self) -> "Kernels":
         """The kernels of one engine: a new object if they own memory of its sequences, else the same."""

@@ -34,7 +34,7 @@ preloaded."""
 MAX_FUSED_ROWS = 512
 """Up to this many rows a block is one fused call; more rows use one call per operator, which needs less scratch memory."""
 
-SOURCES = ("team.c", "vector.c", "matmul.c", "rowwise.c", "attention.c", "block.c", "sample.c", "fingerprint.c")
+SOURCES = ("team.c", "vector.c", "matmul.c", "rowwise.c", "attention.c", "block.c", "statistics.c", "loop.c", "sample.c", "fingerprint.c")
 """One translation unit, in this order."""
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
 _SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3", "-DNDEBUG")
@@ -44,6 +44,7 @@ Library = ctypes.CDLL
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
+    "embed": [_INT] * 2 + [_LONG] * 2 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "linear": [_INT] * 2 + [_PTR] * 3,
     "silu": [_INT] * 4 + [_PTR] * 2,
     "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
@@ -52,9 +53,13 @@ _SIGNATURES = {
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
     "measure": [_INT] * 3 + [_PTR] * 4,
     "block": [_INT] * 2 + [_PTR] * 7,
+    "statistics": [_INT] * 3 + [_PTR] * 7,
+    "run_stage": [_INT] + [_PTR] * 8,
+    "iterate": [_INT] + [_PTR] * 3 + [_INT, _PTR],
     "sample": [_INT] * 3 + [_PTR] * 8,
     "fingerprints": [_INT] * 2 + [_PTR] * 3,
 }
+_RETURN_INT = ("embed", "iterate")
 
 
 class MatrixStruct(ctypes.Structure):
@@ -84,6 +89,61 @@ class KVView(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("part", "capacity", "position", "keys", "values")),
         ("longest", ctypes.c_int64),
     )
+
+
+class LayerMemory(ctypes.Structure):
+    """The struct LayerMemory of loop.c: where the keys and values of one layer of one sequence are."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("keys", "values")), ("level_size", ctypes.c_int64), ("max_levels", ctypes.c_int64))
+
+
+class StageWeights(ctypes.Structure):
+    """The struct Stage of loop.c: the blocks of a stage, and what a loop group has besides."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("C", "n_layers")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "of_state", "norm_gain")),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
+class RowSet(ctypes.Structure):
+    """The struct RowSet of loop.c: the rows of a batch."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("n", "n_parts")),
+        *((name, ctypes.c_void_p) for name in ("part", "capacity", "position")),
+        ("longest", ctypes.c_int64),
+    )
+
+
+class ExitTest(ctypes.Structure):
+    """The struct ExitTest of statistics.c: the condition of an exit rule."""
+
+    _fields_ = (
+        ("tau", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("parameters", "memory")),
+        *((name, ctypes.c_int64) for name in ("memory_size", "hits", "min_steps")),
+        *((name, ctypes.c_int32) for name in ("statistic", "above")),
+    )
+
+
+class Lens(ctypes.Structure):
+    """The struct Lens of loop.c: final norm and head."""
+
+    _fields_ = (("V", ctypes.c_int32), *((name, ctypes.c_void_p) for name in ("gain", "head")), ("eps", ctypes.c_float))
+
+
+class LoopRows(ctypes.Structure):
+    """The struct LoopRows of loop.c: rows inside a loop group."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            "x", "even", "odd", "injected", "cos", "sin", "last", "norms", "memory", "k", "max_k",
+            "tests", "test", "place", "lens", "lens_scratch", "values", "streak", "fired", "exits", "scratch",
+        )
+    )  # fmt: skip
 
 
 T = TypeVar("T")
@@ -207,7 +267,7 @@ def _open_library(path: Path) -> Library:
     library = ctypes.CDLL(str(path))
     for name, types in _SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = types, _INT if name in _RETURN_INT else None
     if not _self_test(library):
         raise OSError("the self-test failed: a matrix product is wrong")
     return library

@@ -7,28 +7,35 @@ Shapes: N rows, C width, H query heads, J key/value heads, D head width.
 """
 
 import ctypes
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from twoscale.engine.kernels.base import Kernels, RowKernels
+from twoscale.engine.kernels.base import Kernels, RowKernels, Stage
 from twoscale.engine.kernels.library import (
     MAX_FUSED_ROWS,
     BlockWeights,
-    KVView,
     Library,
-    floats,
     input_and_output,
     pointer,
-    row_pointer,
     threads_to_use,
 )  # fmt: skip
+from twoscale.engine.kernels.native_rows import (
+    NORMS,
+    EmbedRows,
+    NativeAttention,
+    NativeEvaluator,
+    NativeRowKernels,
+    NativeStage,
+    scratch,
+)
 from twoscale.engine.kernels.panels import Panels, pack
 from twoscale.engine.kernels.torch_ops import TorchKernels
-from twoscale.exits.rule import Meter, Numbers
+from twoscale.exits.rule import Evaluator, Meter, Numbers
+from twoscale.exits.statistics import Condition
+from twoscale.model import LoopedGPT
 from twoscale.model.layers import MLP, Block, RMSNorm, Rope
 from twoscale.model.quantized import quantize_matrix
 
@@ -131,18 +138,18 @@ class NativeBlock(nn.Module):
         self.address = ctypes.addressof(self.weights)
         self.scratch = 3 * qkv.in_features + qkv.out_features + out.in_features + up.out_features  # scratch floats per row
 
-    def forward(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, attend: NativeAttention) -> Tensor:
         rows, threads = attend.rows, threads_to_use()
         if rows.n > MAX_FUSED_ROWS:
             return self._operator_by_operator(x, rope, attend)
         n = rows.n
         x, x_ptr, out, out_ptr = input_and_output(x, n * self.width)
         cos, sin = (None, None) if rope is None else rows.angles(rope, self.head_dim)
-        scratch = rows.scratch(n * self.scratch + 2 * threads * rows.longest)
-        self.library.block(threads, n, self.address, x_ptr, cos, sin, attend.view(), scratch, out_ptr)
+        work = scratch(n * self.scratch + 2 * threads * rows.longest)
+        self.library.block(threads, n, self.address, x_ptr, cos, sin, attend.view(), work, out_ptr)
         return out
 
-    def _operator_by_operator(self, x: Tensor, rope: Rope | None, attend: "NativeAttention") -> Tensor:
+    def _operator_by_operator(self, x: Tensor, rope: Rope | None, attend: NativeAttention) -> Tensor:
         block, (gain2, gain3, gain4), C = self.block, self.gains, x.shape[-1]
         x = x.contiguous()
         n, threads = x.numel() // C, threads_to_use()
@@ -154,89 +161,17 @@ class NativeBlock(nn.Module):
         return out
 
 
-class NativeRowKernels:
-    """The rows of a batch for the C kernels: positions, caches and scratch memory, reused at every loop step."""
-
-    def __init__(self, rows: "Rows", library: Library) -> None:
-        self.parts, self.n, self.longest, self.library = rows.parts, rows.n, rows.longest, library
-        self.part_indices, self.positions = rows.part_indices, rows.positions  # referenced here because C holds their addresses
-        self._scratch, self._scratch_size = 0, 0
-        self._rope: Rope | None = None
-
-    def attention(self, layer: int) -> "NativeAttention":
-        return NativeAttention(self, layer)
-
-    def scratch(self, size: int) -> int:
-        """The address of scratch memory for at least `size` floats."""
-        if size > self._scratch_size:
-            self._memory, self._scratch_size = floats(size), size
-            self._scratch = pointer(self._memory, size)
-        return self._scratch
-
-    def angles(self, rope: Rope, head_dim: int) -> tuple[int, int]:
-        """The addresses of cos and sin."""
-        if rope is not self._rope:
-            self._angles = pointer(rope[0], self.n * head_dim), pointer(rope[1], self.n * head_dim)
-            self._rope = rope
-        return self._angles
-
-    @cached_property
-    def capacities(self) -> "ctypes.Array[ctypes.c_int64]":
-        """The capacity of each part's cache, in positions."""
-        for part in self.parts:
-            if not 0 < part.end <= part.cache.capacity:
-                raise IndexError(f"position {part.end - 1} lies outside a cache for {part.cache.capacity} tokens")
-        return (ctypes.c_int64 * len(self.parts))(*(part.cache.capacity for part in self.parts))
-
-    @cached_property
-    def addresses(self) -> tuple[int, int, int]:
-        """The addresses of part_indices, capacities and positions."""
-        part_indices, positions = pointer(self.part_indices, self.n, torch.int64), pointer(self.positions, self.n, torch.int64)
-        return part_indices, ctypes.addressof(self.capacities), positions
-
-
-class NativeAttention:
-    """The attention of one layer: called directly, or used by a fused block through `view`."""
-
-    def __init__(self, rows: NativeRowKernels, layer: int) -> None:
-        self.rows, self.layer = rows, layer
-        self._view: KVView | None = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D). Without mask or padding: each row reads the keys up to its own position."""
-        _, n, H, D = q.shape
-        rows, threads = self.rows, threads_to_use()
-        J, out = k.shape[2], q.new_empty(1, n, H, D)
-        addresses = (row_pointer(heads, n, count, D) for heads, count in ((q, H), (k, J), (v, J)))
-        rows.library.attend(
-            threads, n, H, J, D, *addresses, q.stride(1), k.stride(1), v.stride(1),
-            self.view(), rows.scratch(2 * threads * rows.longest), pointer(out, n * H * D),
-        )  # fmt: skip
-        return out
-
-    def view(self) -> int:
-        """The address of the KVView of these rows at their current loop steps."""
-        rows, layer = self.rows, self.layer
-        if self._view is None:
-            self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
-            self._view = KVView(*rows.addresses, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
-        for i, part in enumerate(rows.parts):
-            layer_cache = part.cache.layers[layer]
-            self._keys[i], self._values[i] = layer_cache.address(layer_cache.ensure_level(part.cache_step, part.cache.length))
-        return ctypes.addressof(self._view)
-
-
 class NativeMeter:
     """Computes the step norms of all rows in one call; see `exits.rule.Meter`."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self._one_row = (ctypes.c_float * 4)()
+        self._one_row = (ctypes.c_float * NORMS)()
         self._checked: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
 
     def __call__(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
         n, C = after.shape
-        norms = self._one_row if n == 1 else (ctypes.c_float * (4 * n))()
+        norms = self._one_row if n == 1 else (ctypes.c_float * (NORMS * n))()
         threads = 1 if n * C < MIN_PARALLEL_SIZE else threads_to_use()
         # One step's `after` is the next one's `before`, and `last` is updated in place: their addresses were checked one step ago.
         checked, after_ptr = self._checked, pointer(after, n * C)
@@ -245,7 +180,7 @@ class NativeMeter:
         self._checked = after, after_ptr, last, last_ptr
         self.library.measure(threads, n, C, before_ptr, after_ptr, last_ptr, norms)
         # As doubles, like the Python floats of a single row: the comparison with a threshold must not depend on the batch.
-        return norms if n == 1 else torch.frombuffer(norms, dtype=torch.float32).view(n, 4).double().unbind(dim=1)  # type: ignore[return-value]
+        return norms if n == 1 else torch.frombuffer(norms, dtype=torch.float32).view(n, NORMS).double().unbind(dim=1)  # type: ignore[return-value]
 
 
 class NativeKernels(TorchKernels):
@@ -274,11 +209,22 @@ class NativeKernels(TorchKernels):
     def block(self, block: Block) -> nn.Module:
         return NativeBlock(block, self.library)
 
+    def embedding(self, model: LoopedGPT) -> "Callable[[Rows], Tensor]":
+        plain = isinstance(model.wte, nn.Embedding) and (model.wpe is None or isinstance(model.wpe, nn.Embedding))  # not in panels
+        return EmbedRows(model, self.library) if plain else super().embedding(model)
+
+    def stage(self, module: nn.Module, first_layer: int) -> Stage:
+        return NativeStage(module, first_layer, self.library)
+
     def bind(self, rows: "Rows") -> RowKernels:
         return NativeRowKernels(rows, self.library)  # type: ignore[return-value]
 
     def meter(self) -> Meter:
         return NativeMeter(self.library)
+
+    def evaluator(self, condition: Condition) -> Evaluator | None:
+        by_norms = not condition.statistic.reads_logits and not condition.parameters  # then Python's arithmetic is the same
+        return None if by_norms else NativeEvaluator(condition, self.library)
 
     def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
         return like.new_empty(shape), like.new_empty(shape), None

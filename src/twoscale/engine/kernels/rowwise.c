@@ -1,4 +1,4 @@
-/* Operations on each row by itself: RMSNorm, residual add, SiLU, and the norms that exit rules look at. */
+/* Operations on each row by itself: embedding, RMSNorm, residual add, SiLU, and the norms that exit rules look at. */
 
 static void rms_norm_row(int C, const float *x, const float *gain, float eps, float *y) {
     v8 sum = splat(0);
@@ -35,6 +35,8 @@ static void silu_row(int from, int to, int M, int gated, const float *h, float *
     }
 }
 
+#define MIN_PARALLEL_SIZE 16384 /* elements from which several threads are faster than one; the same number is in native.py */
+
 /* Arguments of the row-wise kernels; each uses some of them. */
 typedef struct {
     int n, C;
@@ -44,7 +46,7 @@ typedef struct {
     const float *gain;      /* (C,), of the RMSNorm; null: no norm */
     const float *next_gain; /* (C,), residual_norm only: of the RMSNorm of the next branch's input; null: no such norm */
     float eps;              /* of the RMSNorms */
-    float *out;             /* (n, C); measure: norms (n, 4) */
+    float *out;             /* (n, C); measure: norms (n, 5) */
     float *in_out;          /* (n, C), residual_norm: the branch's output, then the next branch's input; measure: the last step, then this one */
 } RowWise;
 
@@ -97,23 +99,25 @@ void residual_norm(int threads, int n, int C, int norm_after_add, const float *x
     RUN_TASK(threads, residual_norm_task, r);
 }
 
+#define NORMS 5
 /* One row of `measure`. */
 static void measure_row(int C, const float *before, const float *after, float *last, float *norms) {
-    v8 sums[4] = {splat(0), splat(0), splat(0), splat(0)};
-    float rest[4] = {0, 0, 0, 0};
+    v8 sums[NORMS] = {splat(0), splat(0), splat(0), splat(0), splat(0)};
+    float rest[NORMS] = {0, 0, 0, 0, 0};
     int i = 0;
     for (; i + 8 <= C; i += 8) {
-        v8 x = load(before + i), step = load(after + i) - x, old = load(last + i), change = step - old;
-        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(change, change, sums[1]);
-        sums[2] = fma8(old, old, sums[2]), sums[3] = fma8(x, x, sums[3]);
+        v8 x = load(before + i), y = load(after + i), step = y - x, old = load(last + i), change = step - old;
+        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(change, change, sums[1]), sums[2] = fma8(old, old, sums[2]);
+        sums[3] = fma8(x, x, sums[3]), sums[4] = fma8(y, y, sums[4]);
         store(last + i, step);
     }
     for (; i < C; i++) {
         float step = after[i] - before[i], change = step - last[i];
-        rest[0] += step * step, rest[1] += change * change, rest[2] += last[i] * last[i], rest[3] += before[i] * before[i];
+        rest[0] += step * step, rest[1] += change * change, rest[2] += last[i] * last[i];
+        rest[3] += before[i] * before[i], rest[4] += after[i] * after[i];
         last[i] = step;
     }
-    for (int j = 0; j < 4; j++) norms[j] = sqrtf(horizontal_sum(sums[j]) + rest[j]);
+    for (int j = 0; j < NORMS; j++) norms[j] = sqrtf(horizontal_sum(sums[j]) + rest[j]);
 }
 
 static void measure_task(const void *arguments, Thread *self) {
@@ -122,14 +126,25 @@ static void measure_task(const void *arguments, Thread *self) {
     while (claim(self, &s))
         for (int t = s.first; t < s.last; t++) {
             long at = (long)t * r->C;
-            measure_row(r->C, r->in + at, r->in2 + at, r->in_out + at, r->out + 4L * t);
+            measure_row(r->C, r->in + at, r->in2 + at, r->in_out + at, r->out + (long)NORMS * t);
         }
     finish_phase(self, &s);
 }
 
-/* Norms for the exit rules, norms (n, 4): ||step||, ||step - last||, ||last||, ||before|| with step = after - before; then last = step.
- * NaN in `last` gives NaN. */
+/* Norms for the exit rules, norms (n, 5): ||step||, ||step - last||, ||last||, ||before||, ||after|| with step = after - before; then
+ * last = step. NaN in `last` gives NaN. */
 void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *norms) {
     RowWise r = {.n = n, .C = C, .in = before, .in2 = after, .in_out = last, .out = norms};
     RUN_TASK(threads, measure_task, r);
+}
+
+/* out = (wte[tokens] + wpe[positions]) * scale for n rows; wpe may be null. Returns 0 if a token or a position has no embedding. */
+int embed(int n, int C, int64_t n_tokens, int64_t n_positions, const int64_t *tokens, const int64_t *positions, const float *wte, const float *wpe,
+          float scale, float *out) {
+    for (int t = 0; t < n; t++) {
+        if (tokens[t] < 0 || tokens[t] >= n_tokens || (wpe && (positions[t] < 0 || positions[t] >= n_positions))) return 0;
+        const float *token = wte + tokens[t] * C, *position = wpe ? wpe + positions[t] * C : 0;
+        for (int i = 0; i < C; i++, out++) *out = (position ? token[i] + position[i] : token[i]) * scale;
+    }
+    return 1;
 }

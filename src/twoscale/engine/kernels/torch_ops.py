@@ -46,10 +46,10 @@ class TorchNorm(nn.Module):
 
 
 def measure(before: Tensor, after: Tensor, last: Tensor) -> tuple[Numbers, ...]:
-    """||D||, ||D - last||, ||last|| and ||before|| for the step D = after - before of every row (N, C). Overwrites `last` with D."""
-    before = before.float()
-    step = after.float() - before
-    norms = length(step), length(step - last), length(last), length(before)
+    """||D||, ||D - last||, ||last||, ||before|| and ||after|| for the step D = after - before of every row (N, C). `last` becomes D."""
+    before, after = before.float(), after.float()
+    step = after - before
+    norms = length(step), length(step - last), length(last), length(before), length(after)
     last.copy_(step)
     return norms
 

@@ -1,6 +1,7 @@
 /* Vectors of eight floats.
  *
- * team.c, vector.c, matmul.c, rowwise.c, attention.c, block.c, sample.c and fingerprint.c are one translation unit, in this order. library.py
+ * team.c, vector.c, matmul.c, rowwise.c, attention.c, block.c, statistics.c, loop.c, sample.c and fingerprint.c are one translation
+ * unit, in this order. library.py
  * compiles it once on the user's machine, and it is called through ctypes. Without a compiler the engine uses torch's operators.
  * Everything is fp32 and contiguous unless a stride is given.
  *

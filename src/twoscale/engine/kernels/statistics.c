@@ -1,0 +1,168 @@
+/* The statistics that exit rules compare with a threshold, for one row after a step. exits/statistics.py has the same numbers, and the
+ * rules in exits/ are the definitions. Decisions are made in double precision: they must not depend on the batch. */
+
+enum {
+    STEP_NORM, STEP_NORM_BY_STATE, ACCELERATION, ACCELERATION_BY_STEPS, ACCELERATION_BY_STATE, COSINE_DISTANCE, MINUS_STEPS,
+    LEARNED_BY_STEPS, LEARNED_BY_STATE, KL_FORWARD, KL_REVERSE, KL_MIN_P, ENTROPY_CHANGE, ARGMAX_CHANGE, CONFIDENCE
+};
+
+/* The condition of an exit rule: a step passes if its statistic is below tau, or above it. */
+typedef struct {
+    double tau;
+    const double *parameters; /* the weights of a learned head, or min_p */
+    float *memory;            /* (rows of this rule, memory_size): what is remembered of each row; NaN before its first step */
+    int64_t memory_size, hits, min_steps;
+    int32_t statistic, above;
+} ExitTest;
+
+/* One row after a step. */
+typedef struct {
+    int C, V;
+    int64_t k;
+    const float *before, *after; /* (C,) */
+    const float *norms;          /* (5,) of `measure` */
+    float *logits;               /* (V,), overwritten; null unless the statistic reads them */
+} RowStep;
+
+#define EPS 1e-20
+static double beside(double norm, double others) { return norm / (others + EPS); }
+
+static double of_norms(int statistic, const float *norms) {
+    double step = norms[0], acceleration = norms[1], last = norms[2], before = norms[3], after = norms[4];
+    switch (statistic) {
+    case STEP_NORM: return step;
+    case STEP_NORM_BY_STATE: return beside(step, before);
+    case ACCELERATION: return acceleration;
+    case ACCELERATION_BY_STEPS: return beside(acceleration, step + last);
+    case ACCELERATION_BY_STATE: return beside(acceleration, before);
+    case COSINE_DISTANCE: return (step * step - (before - after) * (before - after) + EPS) / (2 * before * after + EPS);
+    }
+    return NAN;
+}
+
+static double sigmoid(double score) { return score != score ? score : 1 / (1 + exp(-fmax(-80.0, fmin(80.0, score)))); }
+
+/* A linear head on the norms of steps, as `features` in exits/learned.py. */
+static double learned_by_steps(const double *w, const float *norms, int64_t k) {
+    double step = norms[0], acceleration = norms[1], last = norms[2], state = norms[3], depth = log((double)k);
+    double relative = log(beside(step, state) + 1e-9);
+    double cosine = (step * step + last * last - acceleration * acceleration) / (2 * step * last + EPS);
+    double f[7] = {1.0, relative, log(beside(acceleration, state) + 1e-9), log(beside(step, last) + 1e-9), cosine, depth, relative * depth};
+    double score = 0;
+    for (int i = 0; i < 7; i++) score += w[i] * f[i];
+    return sigmoid(score);
+}
+
+/* w2 . gelu(W1 f) + b with f = [1, log k, after, after - before]; W1 is (HIDDEN, 2 + 2 C). */
+#define HIDDEN 8
+static double learned_by_state(const double *w, int C, const float *before, const float *after, int64_t k) {
+    const double *second = w + HIDDEN * (2L + 2 * C);
+    double score = second[HIDDEN], depth = log((double)k);
+    for (int h = 0; h < HIDDEN; h++, w += 2 + 2 * C) {
+        double sums[4] = {w[0] + w[1] * depth, 0, 0, 0}; /* independent sums, which hide the latency of an addition */
+        for (int i = 0; i < C; i++) {
+            double x = after[i], step = x - before[i];
+            sums[i % 2] += w[2 + i] * x, sums[2 + i % 2] += w[2 + C + i] * step;
+        }
+        double u = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        score += second[h] * (0.5 * u * (1 + erf(u * 0.70710678118654752440)));
+    }
+    return sigmoid(score);
+}
+
+/* Sums over the vocabulary: eight lanes over a block, the blocks in double precision. */
+#define SUM_BLOCK 256
+#define SUM_OVER_VOCABULARY(total, V, vector_term, scalar_term)                                               \
+    do {                                                                                                      \
+        int i = 0;                                                                                            \
+        while (i + 8 <= V) {                                                                                  \
+            v8 lanes = splat(0);                                                                              \
+            int end = i + SUM_BLOCK < V ? i + SUM_BLOCK : V;                                                  \
+            for (; i + 8 <= end; i += 8) lanes += (vector_term);                                              \
+            total += horizontal_sum(lanes);                                                                   \
+        }                                                                                                     \
+        for (; i < V; i++) total += (scalar_term);                                                            \
+    } while (0)
+
+static float largest(int V, const float *x) {
+    float top = -INFINITY;
+    for (int i = 0; i < V; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+static inline float exp_of(float x) { return vexp(splat(x))[0]; }
+
+static void log_softmax(int V, float *x) {
+    double mass = 0;
+    float top = largest(V, x);
+    SUM_OVER_VOCABULARY(mass, V, vexp(load(x + i) - splat(top)), exp_of(x[i] - top));
+    float shift = (float)log(mass);
+    for (int i = 0; i < V; i++) x[i] = x[i] - top - shift;
+}
+
+/* KL(p || q) of log-probabilities. */
+static double divergence(int V, const float *p, const float *q) {
+    double sum = 0;
+    SUM_OVER_VOCABULARY(sum, V, vexp(load(p + i)) * (load(p + i) - load(q + i)), exp_of(p[i]) * (p[i] - q[i]));
+    return sum;
+}
+
+/* Log-probabilities become those of the distribution in which all below min_p of the maximum are 1 / V, renormalised. */
+static void filter_min_p(int V, double min_p, float *x) {
+    double mass = 0;
+    float limit = (float)(min_p * exp_of(largest(V, x)));
+    for (int i = 0; i < V; i++) {
+        float p = exp_of(x[i]);
+        x[i] = p < limit ? 1.0f / V : p;
+        mass += x[i];
+    }
+    for (int i = 0; i < V; i++) x[i] = (float)log(x[i] / mass);
+}
+
+/* A statistic of the logits; `memory` is that of the step before, and becomes that of this step. */
+static double of_logits(const ExitTest *test, int V, float *x, float *memory) {
+    double value = 0, last;
+    log_softmax(V, x);
+    switch (test->statistic) {
+    case KL_FORWARD: value = divergence(V, x, memory); break;
+    case KL_REVERSE: value = divergence(V, memory, x); break;
+    case KL_MIN_P: filter_min_p(V, test->parameters[0], x), value = divergence(V, memory, x); break;
+    case ENTROPY_CHANGE:
+        SUM_OVER_VOCABULARY(value, V, vexp(load(x + i)) * load(x + i), exp_of(x[i]) * x[i]);
+        last = memory[0], memory[0] = (float)-value;
+        return fabs(memory[0] - last);
+    default: {
+        int first = 0, second = V > 1;
+        for (int i = 1; i < V; i++)
+            if (x[i] > x[first]) second = first, first = i;
+            else if (i == 1 || x[i] > x[second]) second = i;
+        if (test->statistic == CONFIDENCE) return exp_of(x[first]) - exp_of(x[second]);
+        last = memory[0], memory[0] = (float)first; /* exact: vocabularies are below 2^24 */
+        return fabs(first - last);
+    }
+    }
+    memcpy(memory, x, V * sizeof(float));
+    return value;
+}
+
+static int reads_logits(int statistic) { return statistic >= KL_FORWARD; }
+
+/* `row` is the row's place among those of its rule. */
+static double statistic_of(const ExitTest *test, const RowStep *s, long row) {
+    if (test->statistic == MINUS_STEPS) return -(double)s->k;
+    if (test->statistic == LEARNED_BY_STEPS) return learned_by_steps(test->parameters, s->norms, s->k);
+    if (test->statistic == LEARNED_BY_STATE) return learned_by_state(test->parameters, s->C, s->before, s->after, s->k);
+    if (reads_logits(test->statistic)) return of_logits(test, s->V, s->logits, test->memory ? test->memory + row * test->memory_size : 0);
+    return of_norms(test->statistic, s->norms);
+}
+
+/* The statistic of one rule for n rows, for steps that were not taken by `iterate`: before, after (n, C), norms (n, 5), k (n,), logits
+ * (n, V), values (n,). What the statistic does not need may be null. */
+void statistics(int n, int C, int V, const ExitTest *test, const float *before, const float *after, const float *norms, const int64_t *k,
+                float *logits, double *values) {
+    for (int t = 0; t < n; t++) {
+        RowStep s = {.C = C, .V = V, .k = k[t], .before = before + (long)t * C, .after = after + (long)t * C,
+                     .norms = norms ? norms + (long)NORMS * t : 0, .logits = logits ? logits + (long)t * V : 0};
+        values[t] = statistic_of(test, &s, t);
+    }
+}

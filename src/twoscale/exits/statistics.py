@@ -1,0 +1,70 @@
+"""The statistics of a step that exit rules compare with a threshold, each defined once, and the condition of a rule as a value.
+
+A rule whose test is "statistic below tau" (or above it) has a `Condition`. The C kernels read it and check it themselves; all others call
+the rule's `measure` and `passes`, which are the definition. `code` is a statistic's number in engine/kernels/statistics.c.
+"""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from twoscale.geometry.steps import beside, cosine_distance
+
+if TYPE_CHECKING:
+    from twoscale.exits.rule import Numbers, Rule, StepView
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One number for each token after a step."""
+
+    code: int
+    of: "Callable[[StepView], Numbers] | None" = field(default=None, compare=False)
+    """By the norms of `StepView`; None where the rule's `measure` computes it."""
+    reads_logits: bool = False
+    """Whether it is computed from the logits that final norm and head give for the state."""
+    remembers: Literal["nothing", "number", "distribution"] = "nothing"
+    """What is kept of a token until its next step, besides the step itself."""
+
+
+STEP_NORM = Statistic(0, lambda view: view.step_norm)
+STEP_NORM_BY_STATE = Statistic(1, lambda view: beside(view.step_norm, view.state_norm))
+ACCELERATION = Statistic(2, lambda view: view.acceleration)
+ACCELERATION_BY_STEPS = Statistic(3, lambda view: beside(view.acceleration, view.step_norm, view.last_step_norm))
+ACCELERATION_BY_STATE = Statistic(4, lambda view: beside(view.acceleration, view.state_norm))
+COSINE_DISTANCE = Statistic(5, lambda view: cosine_distance(view.step_norm, view.state_norm, view.new_state_norm))
+MINUS_STEPS = Statistic(6)
+"""Minus the applications of the group's map so far."""
+LEARNED_BY_STEPS = Statistic(7)
+LEARNED_BY_STATE = Statistic(8)
+KL_FORWARD = Statistic(9, reads_logits=True, remembers="distribution")
+KL_REVERSE = Statistic(10, reads_logits=True, remembers="distribution")
+KL_MIN_P = Statistic(11, reads_logits=True, remembers="distribution")
+ENTROPY_CHANGE = Statistic(12, reads_logits=True, remembers="number")
+ARGMAX_CHANGE = Statistic(13, reads_logits=True, remembers="number")
+CONFIDENCE = Statistic(14, reads_logits=True)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A step passes if `statistic` is below tau, or above it; NaN does not pass."""
+
+    statistic: Statistic
+    tau: float
+    above: bool = False
+    parameters: tuple[float, ...] = ()
+    """What the statistic depends on besides the token: the weights of a learned head, or min_p."""
+    width: int | None = None
+    """The width of the states that `parameters` are for; None: any."""
+
+    @cached_property
+    def parameter_array(self) -> "array[float]":
+        """`parameters` as doubles in memory."""
+        return array("d", self.parameters)
+
+
+def has_tests_of(rule: "Rule", cls: "type[Rule]") -> bool:
+    """Whether the rule's test is that of `cls`: a subclass may have another one, and then no condition."""
+    return type(rule).measure is cls.measure and type(rule).passes is cls.passes
