@@ -24,8 +24,9 @@ Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), "lens" | "
 class StepHistory:
     """The previous step D of every row, for rules that compare steps (`Rule.follows_steps`)."""
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self._meter: Meter | None = None
         self.last: Tensor | None = None
         """(N, C); NaN for rows that have taken no step yet."""
 
@@ -37,7 +38,9 @@ class StepHistory:
 
     def measure(self, before: Tensor, after: Tensor) -> Sequence[Numbers]:
         """The norms of the step from `before` to `after` (N, C), as `exits.rule.Meter` returns them."""
-        return self.meter(before, after, self.last_of(before))
+        if self._meter is None:
+            self._meter = self.kernels.meter()
+        return self._meter(before, after, self.last_of(before))
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices."""
@@ -111,7 +114,7 @@ class LoopExitRules:
         for part in rows.parts:
             rule = part.cache.params.rules[self.group]
             if self.history is None and rule is not None and rule.follows_steps:
-                self.history = StepHistory(self.kernels.meter())
+                self.history = StepHistory(self.kernels)
             same_rule = next((entry for entry in self.by_rule if _same(entry.rule, rule)), None)
             new = list(range(self.n, self.n + part.count))
             self.n += part.count
