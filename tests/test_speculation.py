@@ -1,6 +1,7 @@
 """Speculation changes nothing: tokens, steps and logits are those of plain decoding to the bit, and so is the cache after any rejection."""
 
 import dataclasses
+import functools
 from functools import cache
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import twoscale
 from conftest import CommandLine, is_one_line
 from models import LAYOUTS, loud, small_model
 from twoscale import UserError, exits
+from twoscale.engine.adaptive import Chooser, Estimates, estimates_of, tokens_per_cycle
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.drafting import look_up
 from twoscale.engine.kernels.library import c_library
 from twoscale.engine.request import Request, SamplingParams, loop_params
 from twoscale.engine.scheduler import Scheduler
-from twoscale.engine.speculation import Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront, parse_speculation
+from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront, parse_speculation
 from twoscale.exits import StepView
 from twoscale.exits.rule import Numbers
 from twoscale.model import LoopedGPT
@@ -241,6 +243,43 @@ def test_bad_input(speculate: str, changes: dict[str, object], word: str) -> Non
     if changes:
         plain, auto = (twoscale.generate(model, [[1, 2, 3]], 4, loops=3, speculate=s, **changes) for s in ("off", "auto"))
         assert plain.tokens == auto.tokens and auto.speculation == SpeculationStats()
+
+
+def test_auto_follows_what_is_measured() -> None:
+    """`auto` drafts where drafts are cheap and right, stops after wrong guesses or where drafts are dear, and tries again some time."""
+    model = model_of("default", 0)
+    request = Request(
+        [1, 2, 3], SamplingParams(max_new_tokens=30), loop_params(model, loops=20), prompt_steps=[(20, 20)] * 3, tokens=[1, 2]
+    )
+    known = Estimates()
+    chooser = Chooser(request, model.config, known)
+    choose = functools.partial(chooser.choose, 20, lambda ngram, n: [])
+    assert choose() == OFF  # nothing is known of a plain pass
+    known.time_pass(1.0, 1, None)
+    assert isinstance(choose(), Draft)
+    for steps in range(1, 5):
+        known.count(f"draft at {steps}", 0, 9)
+    assert choose() == OFF
+    assert any(isinstance(choose(), Draft) for _ in range(500))
+    for steps in range(1, 5):
+        known.draft[steps] = 0.9
+        known.count(f"draft at {steps}", 50, 50)
+    assert all(choose() == OFF for _ in range(50))
+    chooser.choose(20, lambda ngram, n: [4] * n)
+    assert any(isinstance(chooser.choose(20, lambda ngram, n: [4] * n), Lookup) for _ in range(10))
+    for guesses in (1, 4, 15):
+        assert tokens_per_cycle(0.6, guesses) == pytest.approx(sum(0.6**i for i in range(guesses + 1)))
+
+
+def test_auto_leaves_rows_to_others() -> None:
+    """While another request is running, `auto` makes no guesses; alone it does."""
+    model = model_of("prelude, loop, coda", 0)
+    params, sampling = loop_params(model, loops=7), SamplingParams(max_new_tokens=30)
+    estimates_of(model, Request([1], sampling, params)).plain = 1.0
+    for n, guessed in ((2, False), (1, True)):
+        requests = [Request([1, 2, i + 1], sampling, params, batch_index=i, speculate=Auto()) for i in range(n)]
+        Recorder(Scheduler(model, isolate_errors=False), requests)
+        assert all(bool(request.speculation.drafted) == guessed for request in requests)
 
 
 def test_without_c_kernels() -> None:
