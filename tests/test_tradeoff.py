@@ -26,7 +26,7 @@ from twoscale.tradeoff.points import Table, grid, mixed_depths
 from twoscale.tradeoff.signals import exit_steps, record_signals
 from twoscale.tradeoff.stats import interval, pareto, ratio_interval, student, upper_bound
 from twoscale.tradeoff.sweep import Sweeper
-from twoscale.train.parallel import World
+from twoscale.train.world import World
 
 ONE_GROUP = World(0, 1, torch.device("cpu"))
 

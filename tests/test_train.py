@@ -24,7 +24,7 @@ from twoscale.model import LoopedGPT
 from twoscale.train import Diverged, checkpoint as ckpt, start_run
 from twoscale.train.metrics import ProgressLine, clock
 from twoscale.train.optim import build_optimizers, orthogonalize
-from twoscale.train.parallel import World
+from twoscale.train.world import World
 
 ONE = World(0, 1, torch.device("cpu"))
 

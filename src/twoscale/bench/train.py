@@ -13,8 +13,8 @@ from twoscale.bench.timing import timed
 from twoscale.config import RunConfig
 from twoscale.data import prepare
 from twoscale.model.flops import training_flops
-from twoscale.train.parallel import World
 from twoscale.train.trainer import Interrupts, Trainer
+from twoscale.train.world import World
 
 SQUARE = 1024
 WARM_UP = 3

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from twoscale import __version__
-from twoscale.cli.parse import say
 from twoscale.config import UserError
 
 COMMANDS = {
@@ -66,7 +65,9 @@ def _unknown(command: str) -> str:
 
 
 def _complain(text: str) -> None:
-    say(" ".join(text.split()).encode("utf-8", "backslashreplace").decode())  # a name may hold half a character
+    """An error; of several processes the first one of each node says it, because it may be wrong there alone."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(" ".join(text.split()).encode("utf-8", "backslashreplace").decode(), file=sys.stderr, flush=True)  # half a character, perhaps
 
 
 def usage() -> str:

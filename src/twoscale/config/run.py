@@ -115,8 +115,13 @@ class TrainConfig:
     """`auto`: bf16 autocast on CUDA, fp32 elsewhere."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the blocks; `auto`: where it pays (runs of some length, with a compiler at hand)."""
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """How several processes share the work; `auto` is ddp. One process ignores it."""
+    parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    """How several processes share the work; `auto` is ddp. `fsdp`: weights and optimizer state are sharded over all of them; `hsdp`: over
+    those of a node, and every node has a copy. One process ignores it."""
+    shard_degree: int | None = None
+    """With hsdp: so many processes share one copy of the model; None means those of a node."""
+    checkpoint_format: Literal["auto", "whole", "sharded"] = "auto"
+    """`whole`: the first process gathers and writes all. `sharded`: every process writes its own part. `auto`: as the weights are."""
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     """Send the metrics there too; metrics.jsonl is always written."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -126,12 +131,15 @@ class TrainConfig:
             "optimizer": ("adamw", "muon"),
             "precision": ("auto", "fp32", "bf16"),
             "compile": ("auto", "on", "off"),
-            "parallel": ("auto", "ddp", "fsdp"),
+            "parallel": ("auto", "ddp", "fsdp", "hsdp"),
+            "checkpoint_format": ("auto", "whole", "sharded"),
             "tracker": ("none", "tensorboard", "wandb"),
         }.items():
             _choice(name, getattr(self, name), allowed)
         for name in ("steps", "batch_size", "eval_interval", "eval_sequences", "checkpoint_interval", "keep_last", "geometry_sequences"):
             _range(name, getattr(self, name), 1, 2**40)
+        if self.shard_degree is not None:
+            _range("shard_degree", self.shard_degree, 1, 2**20)
         if self.micro_batch_size is not None:
             _range("micro_batch_size", self.micro_batch_size, 1, self.batch_size)
         for name in ("lr", "muon_lr"):
@@ -153,6 +161,11 @@ class TrainConfig:
             raise UserError(f"warmup_steps = {self.warmup_steps}: must lie between 0 and steps = {self.steps}")
         if self.decay_steps is not None:
             _range("decay_steps", self.decay_steps, 1, self.steps)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several processes share one copy of the weights."""
+        return self.parallel in ("fsdp", "hsdp")
 
     def mean_loops(self, step: int, full: int) -> float:
         """The mean number of loops at a step, where `full` is the model's own."""

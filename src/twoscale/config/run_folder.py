@@ -18,6 +18,7 @@ TOKENIZER_SETTINGS = "tokenizer_config.json"
 CARD = "README.md"
 # A checkpoint has these as well.
 OPTIMIZER = "optimizer.safetensors"
+SHARDS = "shards.json"  # of a sharded one, in place of the two files of tensors
 STATE = "state.json"
 UNFINISHED = ".step-*.tmp"  # pattern of the names that checkpoints have while they are written
 

@@ -1,6 +1,7 @@
 """Batches out of shards. Which tokens a sample holds is a pure function of (seed, sample number), so a run can stop,
 go on and be spread over processes without any state of its own."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,13 +17,16 @@ from twoscale.data.shards import Shard
 class TokenData:
     """The tokens of one split, all shards as one long sequence."""
 
-    def __init__(self, folder: Path, split: str) -> None:
+    def __init__(self, folder: Path, split: str, part: tuple[int, int] = (0, 1)) -> None:
+        """Opens all shards. `part` (i, n): of n processes that do so this is number i, and compares the checksum of every n-th one."""
         manifest = load_manifest(folder)
         self.folder, self.split = folder, split
         self.shards: list[Shard] = []
-        for entry in manifest["shards"]:
+        for number, entry in enumerate(manifest["shards"]):
             if entry["split"] == split and entry["tokens"]:
-                shard = Shard(folder / Path(entry["file"]).name).check()
+                shard = Shard(folder / Path(entry["file"]).name)
+                if number % part[1] == part[0]:
+                    shard.check()
                 if shard.header.split != split or shard.header.tokens != entry["tokens"]:
                     raise UserError(f"{folder / entry['file']} is not the shard that the manifest names: prepare the data again")
                 self.shards.append(shard)
@@ -32,6 +36,11 @@ class TokenData:
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def checksum(self) -> str:
+        """A short name for the tokens, by what the shards say of themselves."""
+        return hashlib.sha256(repr([(s.header.tokens, s.header.crc32) for s in self.shards]).encode()).hexdigest()[:16]
 
     def read(self, start: int, n: int) -> np.ndarray:
         """n tokens from position `start`, across shards."""

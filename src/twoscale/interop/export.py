@@ -84,7 +84,7 @@ class Source:
     @property
     def about(self) -> dict[str, Any] | None:
         """The weights by name and fingerprint; None where they lie in several files."""
-        return name_checkpoint(self.folder) if (self.folder / ckpt.MODEL).exists() else None
+        return name_checkpoint(self.folder) if ckpt.has_weights(self.folder) else None
 
 
 def export(run: Path, out: Path, checkpoint: str | None = None, dtype: Dtype = "float32", code: bool = True) -> Path:

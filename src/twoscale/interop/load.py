@@ -117,7 +117,7 @@ def _settings(folder: Path) -> tuple[dict[str, Any], ModelConfig | None]:
             return settings, from_dict(ModelConfig, inside, str(folder / ckpt.CONFIG))
         if isinstance(kind, str) and kind in FAMILIES:
             return settings, FAMILIES[kind][0](settings)
-    if (folder / ckpt.MODEL).exists() and kind in (None, "twoscale"):
+    if ckpt.has_weights(folder) and kind in (None, "twoscale"):
         return {}, None
     if isinstance(kind, str):
         raise UserError(f"{folder}: model_type = {kind!r} is not supported, only twoscale, {', '.join(FAMILIES)}")

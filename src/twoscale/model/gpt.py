@@ -182,8 +182,10 @@ def allocate(model: LoopedGPT) -> LoopedGPT:
 
 
 @torch.no_grad()
-def init_weights(model: LoopedGPT, seed: int) -> None:
+def init_weights(model: LoopedGPT, seed: int, place: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
     """All initial values, in one place. Normals are cut at three sigma; d is the width.
+
+    `place(whole, p)` gives the part of a whole tensor that a sharded parameter p holds: the values do not depend on the sharding.
 
     | weight                              | value                                                       |
     |-------------------------------------|-------------------------------------------------------------|
@@ -202,4 +204,7 @@ def init_weights(model: LoopedGPT, seed: int) -> None:
             p.fill_(1.0)
         else:
             out = name.endswith(("attn.out.weight", "mlp.down.weight"))
-            truncated_normal_(p, c.out_std if out else c.init_std, generator)
+            whole = p if place is None else torch.empty(p.shape, dtype=p.dtype)
+            truncated_normal_(whole, c.out_std if out else c.init_std, generator)
+            if place is not None:
+                p.copy_(place(whole, p))

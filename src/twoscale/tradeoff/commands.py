@@ -77,7 +77,7 @@ def sweep(
     their steps by true depth, and for each rule the setting with the fewest steps whose accuracy is certified to drop by no more than
     `max_accuracy_drop` (0.005). `samples` held-out samples are certified on and as many reported on; a quarter as many are fitted on.
     """
-    from twoscale.train.parallel import open_world  # with it comes torch.distributed, which the others do not need
+    from twoscale.train.world import open_world  # with it comes torch.distributed, which the others do not need
 
     say = progress or _quiet
     if windows < 2 or rounds < 1 or (loops is not None and loops < 2):

@@ -10,7 +10,6 @@ import torch
 from twoscale import exits
 from twoscale.config import RunConfig, UserError
 from twoscale.config.dtypes import WeightDtype
-from twoscale.config.files import fingerprint
 from twoscale.config.run_folder import RunFolder
 from twoscale.data import TokenData, Tokenizer, source_name
 from twoscale.engine.kernels.quantize import quantize
@@ -95,7 +94,7 @@ def load_run_model(run: Path, checkpoint: str | None = None, data_dir: Path | No
 
 def name_checkpoint(folder: Path) -> dict[str, Any]:
     """A checkpoint by name and by content."""
-    return {"checkpoint": folder.name, "weights": fingerprint(folder / ckpt.MODEL)}
+    return {"checkpoint": folder.name, "weights": ckpt.weights_fingerprint(folder)}
 
 
 def calibrated_exit(
@@ -137,7 +136,7 @@ def calibration_for(path: Path, dtype: WeightDtype = "fp32") -> tuple[dict[int, 
     """Rules and most loops that a run, or one checkpoint of it, was calibrated for, with its weights in a dtype."""
     run = RunFolder.of(path)
     calibrated_exit(run.path)  # an error where there is none
-    folder = path if (path / ckpt.MODEL).exists() else ckpt.find_checkpoint(path, None)
+    folder = path if ckpt.has_weights(path) else ckpt.find_checkpoint(path, None)
     rules = calibrated_exit(run.path, name_checkpoint(folder), dtype=dtype)
     found = read_calibration(run.calibration)
     assert rules is not None and found is not None

@@ -28,7 +28,7 @@ from twoscale.tradeoff.latency import REFERENCE, LatencyTimer, parties
 from twoscale.tradeoff.points import Point, Seen, Table, mixed_depths, same_depths
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train.metrics import ProgressLine
-from twoscale.train.parallel import World
+from twoscale.train.world import World
 
 J = TypeVar("J")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from twoscale.tradeoff.load_run import LoadedRun
 from twoscale.tradeoff.summary import TASK_VERSION, Sweep
 from twoscale.tradeoff.task_points import fixed_settings, rule_settings, usable_rules
 from twoscale.tradeoff.task_sweep import TaskSweeper
-from twoscale.train.parallel import World
+from twoscale.train.world import World
 
 SAMPLES = 128  # of a task, to certify on and to report on
 MAX_ACCURACY_DROP = 0.005  # half a point

@@ -4,7 +4,7 @@ torch's own Muon iterates in bf16, which is several times slower than fp32 on mo
 parameters; the few lines here do both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -103,26 +103,47 @@ def set_rates(optimizers: dict[str, Optimizer], config: TrainConfig, step: int) 
     return scale
 
 
-def optimizer_tensors(model: LoopedGPT, optimizers: dict[str, Optimizer]) -> dict[str, Tensor]:
-    """The optimizers' state as whole tensors named PARAMETER::KEY. A collective call where parameters are sharded."""
+def optimizer_state(model: LoopedGPT, optimizers: dict[str, Optimizer]) -> dict[str, Tensor]:
+    """The optimizers' state named PARAMETER::KEY, each tensor as it is: of a sharded parameter the shard of this process."""
     names = {id(p): name for name, p in model.named_parameters()}
-    tensors = {}
-    for optimizer in optimizers.values():
-        for p, state in optimizer.state.items():
-            for key, value in state.items():
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                tensors[f"{names[id(p)]}::{key}"] = whole.detach().cpu().contiguous()
-    return tensors
+    return {f"{names[id(p)]}::{key}": value for o in optimizers.values() for p, state in o.state.items() for key, value in state.items()}
+
+
+def optimizer_tensors(model: LoopedGPT, optimizers: dict[str, Optimizer]) -> dict[str, Tensor]:
+    """The same as whole tensors on the CPU. A collective call where parameters are sharded."""
+    found = optimizer_state(model, optimizers)
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return {name: value.detach().cpu().contiguous() for name, value in whole.items()}
 
 
 def restore_optimizers(model: LoopedGPT, optimizers: dict[str, Optimizer], tensors: dict[str, Tensor]) -> None:
     """The reverse, onto whatever sharding the model has now."""
+    owners = _owners(model, optimizers, tensors)
+    for name, tensor in tensors.items():
+        optimizer, p, key = owners[name]
+        optimizer.state[p][key] = place_like(tensor, p) if tensor.shape == p.shape else tensor.to(p.device)
+
+
+def empty_state(
+    model: LoopedGPT, optimizers: dict[str, Optimizer], kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, Tensor]:
+    """State of these names, shapes and dtypes, put into the optimizers in the sharding of the parameters, for a caller who fills it."""
+    made = {}
+    for name, (optimizer, p, key) in _owners(model, optimizers, kinds).items():
+        shape, dtype = kinds[name]
+        like = shape == tuple(p.shape)
+        made[name] = torch.empty_like(p, dtype=dtype, requires_grad=False) if like else torch.empty(shape, dtype=dtype, device=p.device)
+        optimizer.state[p][key] = made[name]
+    return made
+
+
+def _owners(model: LoopedGPT, optimizers: dict[str, Optimizer], names: Iterable[str]) -> dict[str, tuple[Optimizer, Tensor, str]]:
+    """For each PARAMETER::KEY the optimizer, the parameter and the key."""
     owners = {id(p): o for o in optimizers.values() for g in o.param_groups for p in g["params"]}
-    parameters = dict(model.named_parameters())
-    for full_name, tensor in tensors.items():
+    parameters, found = dict(model.named_parameters()), {}
+    for full_name in names:
         name, _, key = full_name.partition("::")
         if name not in parameters or not key:
             raise UserError(f"the checkpoint's optimizer state names {full_name!r}, which the model does not have")
-        p = parameters[name]
-        value = place_like(tensor, p) if tensor.shape == p.shape else tensor.to(p.device)
-        owners[id(p)].state[p][key] = value
+        found[full_name] = owners[id(parameters[name])], parameters[name], key
+    return found

@@ -1,82 +1,30 @@
-"""Processes, devices, sharding and compilation, applied to the single-device model from outside."""
+"""Sharding and compilation, applied to the single-device model from outside."""
 
 import contextlib
 import ctypes
-import datetime
 import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from twoscale.config import TrainConfig, UserError
-from twoscale.model import LoopedGPT, LoopGroup
+from twoscale.config import RunConfig, TrainConfig, UserError
+from twoscale.model import LoopedGPT, LoopGroup, init_weights
+from twoscale.model.layers import Block
+from twoscale.train.world import World
 
 # Below this many layer applications a compiled run on a CPU does not earn back the time that compiling takes.
 WORTH_COMPILING = 20_000
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-
-
-@dataclass(frozen=True)
-class World:
-    """The processes of a run and this one's place among them."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def main(self) -> bool:
-        return self.rank == 0
-
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean over the processes of a small tensor; the same everywhere."""
-        if self.size > 1:
-            dist.all_reduce(values)
-            values /= self.size
-        return values
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-    def agree(self, error: str | None) -> None:
-        """Raise the main process's error in every process, so that none waits for another that has gone."""
-        if self.size > 1:
-            box = [error]
-            dist.broadcast_object_list(box, src=0)
-            error = box[0]
-        if error is not None:
-            raise UserError(error)
-
-
-@contextlib.contextmanager
-def open_world() -> Iterator[World]:
-    """Join the processes that torchrun started (RANK, WORLD_SIZE in the environment), or be the only one."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if size == 1 or dist.is_initialized():
-        yield World(rank, size, device)
-        return
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=2))
-    try:
-        yield World(rank, size, device)
-        dist.barrier()  # nobody closes while another still waits for an answer
-    finally:
-        dist.destroy_process_group()
 
 
 def reuse_memory(device: torch.device) -> None:
@@ -90,31 +38,68 @@ def reuse_memory(device: torch.device) -> None:
 
 
 def distribute(model: LoopedGPT, config: TrainConfig, world: World) -> nn.Module:
-    """What the training step calls: the model itself, wrapped in DDP, or sharded in place by FSDP2.
-
-    A loop group is one unit: its weights are gathered once a pass, however often they are applied.
-    """
+    """What the training step calls: the model itself, wrapped in DDP, or sharded in place by FSDP2."""
     if world.size == 1:
-        if config.parallel == "fsdp":
-            warnings.warn("parallel=fsdp is ignored: there is one process (start several with torchrun)", stacklevel=2)
+        if config.sharded:
+            warnings.warn(f"parallel={config.parallel} is ignored: there is one process (start several with torchrun)", stacklevel=2)
         return model
-    if config.parallel != "fsdp":
+    if not config.sharded:
         return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = device_mesh(config, world)
     for group in model.groups:
         if group.gate is not None:
             fully_shard(group.gate, mesh=mesh)  # read after the group's own pass, by a training objective
-    if not (model.config.share_group_norm and model.config.group_norm != "none"):
-        for stage in model.stages:
-            for unit in [stage] if isinstance(stage, LoopGroup) else cast(Any, stage.blocks):
-                fully_shard(unit, mesh=mesh)
-    return cast(nn.Module, fully_shard(model, mesh=mesh))
+    units = [fully_shard(unit, mesh=mesh) for unit in sharded_units(model, config)]
+    whole = fully_shard(model, mesh=mesh)
+    for unit, following in pairwise([whole, *units]):
+        cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])  # arrives while a group loops
+    return cast(nn.Module, whole)
+
+
+def build_model(config: RunConfig, world: World) -> LoopedGPT:
+    """The model with its initial weights; where it will be sharded it has none yet, so that no process ever holds all of it."""
+    if world.size > 1 and config.train.sharded:
+        with torch.device("meta"):
+            return LoopedGPT(config.model, seed=None)
+    return LoopedGPT(config.model, seed=config.train.seed).to(world.device)
+
+
+def fill_shards(model: LoopedGPT, config: RunConfig, world: World) -> None:
+    """Memory and initial weights for the shards of a model of `build_model`, made one whole tensor at a time."""
+    if any(p.is_meta for p in model.parameters()):
+        model.to_empty(device=world.device)
+        init_weights(model, config.train.seed, place_like)
+
+
+def sharded_units(model: LoopedGPT, config: TrainConfig) -> list[nn.Module]:
+    """What FSDP2 gathers at a time, in the order of the pass; all other weights belong to the whole model and are gathered once a pass.
+
+    A loop group is one unit: its weights are gathered once forwards and once backwards, however often they are applied. Layers behind the
+    last group are applied after every loop step by an objective that reads every step; they are then no units of their own.
+    """
+    if model.config.share_group_norm and model.config.group_norm != "none":
+        return []
+    stages = list(model.stages)
+    if config.objective.name != "last":
+        while stages and not isinstance(stages[-1], LoopGroup):
+            stages.pop()
+    return [unit for stage in stages for unit in ([stage] if isinstance(stage, LoopGroup) else cast(Any, stage.blocks))]
+
+
+def device_mesh(config: TrainConfig, world: World) -> DeviceMesh:
+    """All processes in one row (fsdp), or one row for each copy of the model (hsdp), the processes of a row side by side."""
+    if config.parallel == "fsdp":
+        return init_device_mesh(world.device.type, (world.size,))
+    row = config.shard_degree or world.local_size
+    if world.size % row:
+        raise UserError(f"train.shard_degree = {row} does not divide the {world.size} processes: choose a divisor")
+    return init_device_mesh(world.device.type, (world.size // row, row), mesh_dim_names=("replicate", "shard"))
 
 
 def place_like(tensor: Tensor, p: Tensor) -> Tensor:
-    """A whole tensor on the device, and in the sharding, of a parameter."""
+    """A whole tensor, the same in every process, on the device and in the sharding of a parameter."""
     if isinstance(p, DTensor):
-        return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements)
+        return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
     return tensor.to(p.device, copy=True)
 
 
@@ -152,7 +137,6 @@ def compile_blocks(model: LoopedGPT, config: TrainConfig, world: World, batch: i
     except Exception as error:  # inductor raises many kinds
         for block in model.blocks():
             block._compiled_call_impl = None
-        model.zero_grad(set_to_none=True)
         if config.compile == "on":
             raise UserError(f"compiling the blocks failed ({_first_line(error)}): use --train.compile off") from error
         warnings.warn(f"compiling the blocks failed ({_first_line(error)}): going on without", stacklevel=2)
@@ -174,12 +158,12 @@ def uncompiled(model: LoopedGPT) -> Iterator[None]:
 
 
 def _rehearse(model: LoopedGPT, batch: int, device: torch.device) -> None:
-    """One block forwards and backwards at the real shape, so that a broken compiler shows before training starts."""
+    """A block like the model's forwards and backwards at the real shape, so that a broken compiler shows before training starts."""
     c = model.config
+    block = Block(c).to(device)
+    block.compile(dynamic=False)
     x = torch.zeros(batch, c.block_size, c.n_embd, device=device, requires_grad=True)
-    block = next(model.blocks())
     block(x, model.rope(torch.arange(c.block_size, device=device))).sum().backward()
-    model.zero_grad(set_to_none=True)
 
 
 def _worth_it(model: LoopedGPT, config: TrainConfig, world: World) -> bool:

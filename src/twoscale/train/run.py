@@ -6,11 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from twoscale import __version__
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import make_folder, write_json
 from twoscale.config.lock import lock
 from twoscale.config.run_folder import RunFolder
-from twoscale.config.serial import read_json
+from twoscale.config.serial import read_json, to_dict
 from twoscale.config.words import group_list, plural
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, describe_skipped, prepared_config, quiet
@@ -19,9 +22,9 @@ from twoscale.tasks.file import load_task, save_task, task_of
 from twoscale.tasks.measure import measure_staircase
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.objective import build_objective
-from twoscale.train.parallel import World, open_world
-from twoscale.train.settings import check_same, differences as differences
+from twoscale.train.settings import check_same, differences as differences, flat
 from twoscale.train.trainer import Probe, Trainer, TrainResult
+from twoscale.train.world import World, open_world
 
 
 def start_run(
@@ -38,23 +41,21 @@ def start_run(
 
     Shards are made in RUN/data unless `data` is given.
     """
-    build_objective(config)  # an error where model or task do not fit it
-    if config.task == "none":
-        data = find_data(run, data)
-        if data != RunFolder(run).data:
-            config = dataclasses.replace(config, data=prepared_config(data))
-    elif data is not None:
-        raise UserError(f"--data-dir {data}: the task {config.task} makes its own samples, leave --data-dir away")
     with open_world() as world, contextlib.ExitStack() as held:
-        error = None
-        if world.main:
-            try:
+        _check_same_start(config, checkpoint, world)
+        with world.together():
+            build_objective(config)  # an error where model or task do not fit it
+            if config.task == "none":
+                data = find_data(run, data)
+                if data != RunFolder(run).data:
+                    config = dataclasses.replace(config, data=prepared_config(data))
+            elif data is not None:
+                raise UserError(f"--data-dir {data}: the task {config.task} makes its own samples, leave --data-dir away")
+        with world.together():
+            if world.main:
                 make_folder(run)
                 held.enter_context(lock(run, "train"))
                 _open_folder(config, run, data, progress, init)
-            except UserError as problem:
-                error = str(problem)
-        world.agree(error)
         trainer = Trainer(config, run, data, world, checkpoint, probes, None if init is None else init[0])
         if world.main:
             print(describe(trainer, world), file=sys.stderr, flush=True)
@@ -62,6 +63,13 @@ def start_run(
         if world.main and result.finished:
             write_staircase(run, config)
         return result
+
+
+def _check_same_start(config: RunConfig, checkpoint: str | None, world: World) -> None:
+    """All processes must have been started alike; otherwise they would wait for each other for ever, or train something else."""
+    versions = {"the version of twoscale": __version__, "the version of torch": torch.__version__}
+    settings = {"--checkpoint": checkpoint, **flat(to_dict(config))}
+    world.same("the nodes were not started alike", versions | settings, "start all of them with the same command and the same installation")
 
 
 def write_staircase(run: Path, config: RunConfig) -> None:

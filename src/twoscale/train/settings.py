@@ -10,23 +10,24 @@ from twoscale.config.serial import to_dict
 # What may change between two starts of one run without changing what it computes.
 OPERATIONAL = {
     "train.eval_interval", "train.eval_sequences", "train.checkpoint_interval", "train.keep_last", "train.milestones", "train.compile",
-    "train.geometry_interval", "train.geometry_sequences", "train.geometry_loops", "train.parallel", "train.tracker",
+    "train.geometry_interval", "train.geometry_sequences", "train.geometry_loops", "train.parallel", "train.shard_degree",
+    "train.checkpoint_format", "train.tracker",
     "train.micro_batch_size", "train.staircase_loops", "train.staircase_samples", "data.shard_tokens", "data.max_document_mb", "name",
 }  # fmt: skip
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Settings in which two configs differ, by dotted name."""
-    a, b = _flat(to_dict(old)), _flat(to_dict(new))
+    a, b = flat(to_dict(old)), flat(to_dict(new))
     order = sorted(a, key=lambda name: name not in ("name", "task"))  # a task instead of text says more than a size that follows from it
     return {name: (a[name], b[name]) for name in order if a[name] != b[name]}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by dotted name."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found
 
 

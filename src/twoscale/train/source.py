@@ -19,6 +19,8 @@ class Source(Protocol):
     tokenizer: Tokenizer
     name: str
     """Where the samples come from: `builtin`, a file or folder, a dataset of the hub, or a task."""
+    identity: dict[str, object]
+    """What must be the same in every process of a run, besides its settings."""
 
     def __call__(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Ids (B, T) and what the objective is computed against: (B, T), or (B, T, M) with one target for each loop step."""
@@ -33,9 +35,12 @@ class Source(Protocol):
 class TextSource:
     """Windows of the training split of shards; the validation split is held out."""
 
-    def __init__(self, config: RunConfig, data: Path) -> None:
+    def __init__(self, config: RunConfig, data: Path, part: tuple[int, int]) -> None:
         self.tokenizer, self.name = Tokenizer.load(data), source_name(data)
-        train, self.val = TokenData(data, "train"), TokenData(data, "val")
+        train, self.val = TokenData(data, "train", part), TokenData(data, "val", part)
+        self.identity = {"tokenizer": self.tokenizer.fingerprint}
+        for tokens in (train, self.val):
+            self.identity |= {f"number of {tokens.split} tokens": len(tokens), f"checksum of the {tokens.split} shards": tokens.checksum}
         if train.vocab_size > config.model.vocab_size:
             raise UserError(f"the data in {data} has {train.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: raise it")
         self.block_size = config.model.block_size
@@ -56,7 +61,7 @@ class TaskSource:
 
     def __init__(self, config: RunConfig, task: Task) -> None:
         self.task, self.tokenizer, self.seed = task, task.tokenizer(), config.train.seed
-        self.name = f"the task {task.name}"
+        self.name, self.identity = f"the task {task.name}", {}
         self.steps = config.train.objective.name == "progress"
         if task.vocab_size > config.model.vocab_size:
             raise UserError(f"the task {task.name} has {task.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: raise it")
@@ -75,10 +80,10 @@ class TaskSource:
         return f"{plural(int((targets >= 0).sum()), 'answer')} of {plural(len(targets), 'held-out sample')} of {self.name}"
 
 
-def open_source(config: RunConfig, data: Path | None) -> Source:
-    """The task of a run, or its text in the folder `data`."""
+def open_source(config: RunConfig, data: Path | None, part: tuple[int, int] = (0, 1)) -> Source:
+    """The task of a run, or its text in the folder `data`; `part` (i, n): of n processes that share the folder this is number i."""
     task = task_of(config)
     if task is not None:
         return TaskSource(config, task)
     assert data is not None
-    return TextSource(config, data)
+    return TextSource(config, data, part)

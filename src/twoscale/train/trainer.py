@@ -17,16 +17,28 @@ import torch
 from torch import Tensor, nn
 
 from twoscale.config import RunConfig, UserError
+from twoscale.config.files import fingerprint
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.words import plural
 from twoscale.model import LoopedGPT, StateNoise, draw_loops
 from twoscale.train import checkpoint as ckpt
 from twoscale.train.metrics import Metrics, ProgressLine
 from twoscale.train.objective import build_objective, read_answers
-from twoscale.train.optim import build_optimizers, optimizer_tensors, restore_optimizers, set_rates
-from twoscale.train.parallel import World, compile_blocks, distribute, gradient_sync, reshard, reuse_memory, uncompiled
+from twoscale.train.optim import build_optimizers, set_rates
+from twoscale.train.parallel import (
+    build_model,
+    compile_blocks,
+    distribute,
+    fill_shards,
+    gradient_sync,
+    reshard,
+    reuse_memory,
+    uncompiled,
+)
 from twoscale.train.settings import check_checkpoint
 from twoscale.train.source import open_source
+from twoscale.train.state import load_state, save_state
+from twoscale.train.world import World
 
 
 class Diverged(RuntimeError):
@@ -95,45 +107,52 @@ class Trainer:
         self.checkpoints = RunFolder(run).checkpoints
         c = config.train
         reuse_memory(world.device)
-        self.micro = _micro_batch(config, world)
-        self.objective = build_objective(config)
-        self.source = open_source(config, data)
-        self.held_out = self.source.heldout(c.eval_sequences)
-        self.model = LoopedGPT(config.model, seed=c.seed).to(world.device)
-        self.progress = ckpt.Progress(step=0, tokens=0, sample=0, seed=c.seed)
-        source = self._find_checkpoint(checkpoint)
-        if source is not None:
-            check_checkpoint(ckpt.load_config(source), config, source)
-            self.progress = ckpt.read_progress(source)
-            ckpt.load_weights(self.model, ckpt.read_tensors(source / ckpt.MODEL), source / ckpt.MODEL)
-        elif init is not None:
-            fresh_gate = {name: p for name, p in self.model.named_parameters() if ".gate." in name}
-            ckpt.load_weights(self.model, fresh_gate | ckpt.model_tensors(init), Path("--init"))
-        self.from_init = init is not None and source is None
+        with world.together():
+            self.micro = _micro_batch(config, world)
+            self.objective = build_objective(config)
+            self.source = open_source(config, data, (world.local_rank, world.local_size))
+            self.held_out = self.source.heldout(c.eval_sequences)
+            self.progress, source = self._find_progress(checkpoint)
+        world.same("the data of the nodes differ", self.source.identity, "give every node the same shards (--data-dir)")
+        seen = {} if source is None else {"the checkpoint to go on from": source.name, "its state": fingerprint(source / ckpt.STATE)}
+        world.same("the nodes do not see the same run", seen, "put the run on a file system that all of them share")
+        self.model = build_model(config, world)
         if c.objective.gate_only:
             for name, p in self.model.named_parameters():
                 p.requires_grad_(".gate." in name)
-        self.compiled = self.progress.step < c.steps and compile_blocks(self.model, c, world, self.micro)
+        with world.together():
+            self.compiled = self.progress.step < c.steps and compile_blocks(self.model, c, world, self.micro)
         self.wrapped = distribute(self.model, c, world)
+        fill_shards(self.model, config, world)
         self.optimizers = build_optimizers(self.model, c)
+        self.from_init = init is not None and source is None
         if source is not None:
-            tensors = ckpt.read_tensors(source / ckpt.OPTIMIZER)
-            if (state := tensors.pop("generator::cpu", None)) is not None:
-                torch.set_rng_state(state)
-            restore_optimizers(self.model, self.optimizers, tensors)
+            load_state(source, self.model, self.optimizers, world)
+        elif init is not None:
+            with world.together():
+                ckpt.load_weights(self.model, ckpt.model_tensors(init), Path("--init"), gate=False)
         self.last_saved = source
         if checkpoint is not None and world.main:
             ckpt.set_aside_after(self.checkpoints, self.progress.step)
         world.barrier()
 
+    def _find_progress(self, name: str | None) -> tuple[ckpt.Progress, Path | None]:
+        """The checkpoint to go on from and how far it is; the start and None for a new run."""
+        source = self._find_checkpoint(name)
+        if source is None:
+            return ckpt.Progress(step=0, tokens=0, sample=0, seed=self.config.train.seed), None
+        check_checkpoint(ckpt.load_config(source), self.config, source)
+        return ckpt.read_progress(source), source
+
     def _find_checkpoint(self, name: str | None) -> Path | None:
+        rank, size = self.world.rank, self.world.size
         if name is None:
-            return ckpt.newest_checkpoint(self.checkpoints)
+            return ckpt.newest_checkpoint(self.checkpoints, rank, size)
         folder = self.checkpoints / Path(name).name
         if not folder.is_dir():
             known = ", ".join(p.name for p in ckpt.list_checkpoints(self.checkpoints)) or "none"
             raise UserError(f"{folder} does not exist (checkpoints of this run: {known})")
-        if (problem := ckpt.fault(folder)) is not None:
+        if (problem := ckpt.fault(folder, rank, size)) is not None:
             raise UserError(f"the checkpoint {folder} is damaged ({problem})")
         return folder
 
@@ -242,7 +261,7 @@ class Trainer:
     @property
     def evaluated(self) -> nn.Module:
         """What a pass without gradients calls: sharded weights are gathered by the wrapper's hooks, DDP's are not needed."""
-        return self.wrapped if self.world.size > 1 and self.config.train.parallel == "fsdp" else self.model
+        return self.wrapped if self.world.size > 1 and self.config.train.sharded else self.model
 
     def track(self, values: dict[str, float]) -> None:
         """Send a probe's numbers of this step to TensorBoard or W&B, where they are asked for."""
@@ -284,19 +303,13 @@ class Trainer:
         return result if judge is None else result | {"val_accuracy": round(float(summed[1] / summed[2]), 6)}
 
     def save(self) -> None:
-        """Write a checkpoint; every process takes part in gathering, the first one writes."""
-        model, optimizer = ckpt.model_tensors(self.model), optimizer_tensors(self.model, self.optimizers)
-        error = None
-        if self.world.main:
-            c = self.config.train
-            try:
-                self.last_saved = ckpt.save_checkpoint(
-                    self.checkpoints, self.config, self.progress, model, optimizer, self.source.tokenizer
-                )
-                ckpt.prune(self.checkpoints, c.keep_last, c.milestones)
-            except UserError as problem:
-                error = str(problem)
-        self.world.agree(error)
+        """Write a checkpoint and remove the ones that are no longer kept. A collective call."""
+        c, world = self.config.train, self.world
+        self.last_saved = save_state(
+            self.checkpoints, self.config, self.progress, self.model, self.optimizers, self.source.tokenizer, world
+        )
+        if world.main:
+            ckpt.prune(self.checkpoints, c.keep_last, c.milestones)
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return batch[0].to(self.world.device, non_blocking=True), batch[1].to(self.world.device, non_blocking=True)
