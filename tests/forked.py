@@ -59,15 +59,27 @@ class Forked:
         if self.returncode is None:
             self.send_signal(9)
             raise subprocess.TimeoutExpired("twoscale", timeout, out, err)
+        self.output = out
         return out, err
 
 
 def start_process(words: list[str], processes: int = 1) -> Forked:
     """`twoscale WORDS` in one process, or in several that work together as torchrun starts them."""
+    return Forked(words, environments(processes))
+
+
+def start_script(script: str, processes: int, *args: str, nodes: int = 1) -> Forked:
+    """A script in several processes that work together, on so many nodes."""
+    return Forked(list(args), environments(processes, nodes), script)
+
+
+def environments(processes: int, nodes: int = 1) -> list[dict[str, str]]:
+    """What torchrun sets for each of so many processes, which share the nodes evenly."""
     if processes == 1:
-        return Forked(words, [{}])
-    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    return Forked(words, [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)])
+        return [{}]
+    local = processes // nodes
+    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank % local)} for rank in range(processes)]
 
 
 def run_script(script: str, *args: str, **environment: str) -> str:

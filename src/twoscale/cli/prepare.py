@@ -1,6 +1,7 @@
 """`twoscale prepare`: text to token shards.
 
 twoscale prepare --source corpus/ --tokenizer bpe --bpe-vocab 4096 --out data/corpus
+twoscale prepare --source fineweb/ --tokenizer gpt2 --out data/fineweb --workers 16 --share
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from typing import Annotated
 import tyro
 
 from twoscale.cli.parse import parse, say
-from twoscale.config import DataConfig
+from twoscale.config import DataConfig, UserError
+from twoscale.config.cpu import usable_cores
 
 
 @dataclass(frozen=True)
@@ -19,18 +21,26 @@ class PrepareArgs:
 
     out: Path
     """Folder for the shards."""
+    workers: int | None = None
+    """Processes that encode files, each on one core; by default one for each core. The shards do not depend on it. 0: no other process."""
+    share: bool = False
+    """Several nodes run this command on one folder: each encodes files, one of them writes the shards."""
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
 
 
 def run(args: list[str]) -> int:
     parsed = parse(PrepareArgs, args, "twoscale prepare")
 
+    workers = usable_cores() if parsed.workers is None else parsed.workers
+    if not 0 <= workers <= 1024:
+        raise UserError(f"--workers {workers}: must lie between 0 and 1024")
+
     from twoscale.data import prepare
     from twoscale.data.prepare import describe_skipped
     from twoscale.data.progress import DocumentLine
 
     with DocumentLine() as line:
-        manifest = prepare(parsed.data, parsed.out, line)
+        manifest = prepare(parsed.data, parsed.out, line, workers, parsed.share)
     tokens, counts = manifest["tokens"], manifest["counts"]
     say(
         f"{parsed.out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {counts['documents']:,} documents "

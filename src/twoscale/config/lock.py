@@ -24,6 +24,10 @@ SUFFIX = ".lock"
 PATIENCE = 60.0  # seconds to wait for a lock that is held for moments only; a stopped process must not hold up a training run for ever
 
 
+class FolderInUse(UserError):
+    """Another process has the lock."""
+
+
 def is_lock(path: Path) -> bool:
     """Whether a file is one of these locks."""
     return path.name.startswith(".") and path.name.endswith(SUFFIX)
@@ -69,7 +73,7 @@ def _acquire(path: Path, folder: Path, name: str, wait: bool) -> int | None:
             if time.monotonic() < until:
                 time.sleep(0.05)
                 continue
-            raise UserError(f"{folder} is in use by {_holder(holder, name)}: wait until that ends, or choose another folder") from None
+            raise FolderInUse(f"{folder} is in use by {_holder(holder, name)}: wait until that ends, or choose another folder") from None
         except OSError as error:
             os.close(found)
             warnings.warn(f"{folder} cannot be locked ({error.strerror or error}): see that no other command writes there", stacklevel=4)

@@ -3,10 +3,13 @@
 Documents are read in a fixed order, cleaned, split into training and validation by a hash of their number, and
 encoded. A shard is written whole or not at all, and says how many documents of the source had been read, so a
 killed run goes on from there and ends with the very same files. `manifest.json` comes last: a folder without it
-is not finished.
+is not finished. Several workers, on one node or many, encode the files of a source ahead (data/units.py); the
+shards are the same.
 """
 
+import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,17 +19,18 @@ import numpy as np
 
 from twoscale.config import DataConfig, UserError
 from twoscale.config.files import make_folder, write_json
-from twoscale.config.lock import is_lock, lock
+from twoscale.config.lock import FolderInUse, is_lock, lock
 from twoscale.config.run_folder import TOKENIZER
 from twoscale.config.serial import from_dict, read_json, to_dict
-from twoscale.data.encode import BATCH, DocumentEncoder, pieces
+from twoscale.data.encode import DocumentEncoder, pieces
 from twoscale.data.shards import Shard, ShardHeader, token_dtype, write_shard
-from twoscale.data.sources import SUFFIXES, Documents
+from twoscale.data.sources import KINDS, SUFFIXES, Documents
 from twoscale.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
+from twoscale.data.units import Encoded, Units, Workers, encode_documents
 
 MANIFEST, REQUEST = "manifest.json", "request.json"
 BPE_SAMPLE = 200_000_000  # characters that a BPE is learned from
-BATCH_DOCUMENTS = 512
+SHARE_WAIT = 0.5  # seconds between two looks at a folder that another node has
 
 Progress = Callable[[int, int, str], None]
 """progress(documents read, training tokens, what is being done)"""
@@ -36,32 +40,63 @@ def quiet(documents: int, tokens: int, doing: str) -> None:
     """A progress that says nothing."""
 
 
-def prepare(config: DataConfig, out: Path, progress: Progress = quiet) -> dict[str, Any]:
-    """Make (or finish) the shards in `out` and return the manifest. Does nothing where they are whole already."""
+def prepare(config: DataConfig, out: Path, progress: Progress = quiet, workers: int = 0, share: bool = False) -> dict[str, Any]:
+    """Make (or finish) the shards in `out` and return the manifest. Does nothing where they are whole already.
+
+    So many `workers` encode files ahead, each on a core of its own; 0: this process alone. With `share` other nodes may run the same on
+    the same folder: one of them writes the shards, all of them encode files.
+    """
     if _is_done(config, out):
         return load_manifest(out)  # the source itself is no longer needed
     documents = Documents(config)
     make_folder(out)
-    with lock(out, "prepare"):
+    while True:
+        try:
+            with lock(out, "prepare"):
+                return _prepare(config, out, documents, progress, workers if len(documents.files) > 1 else 0)
+        except FolderInUse:
+            if not share:
+                raise
+        if (out / TOKENIZER).exists():
+            _open_folder(config, documents, out, again=True)
+            try:
+                with Workers(out, max(1, workers)) as helpers:
+                    helpers.wait()
+            except UserError:
+                if not _is_done(config, out):  # the other node may have removed what a worker was about to write
+                    raise
+        time.sleep(SHARE_WAIT)  # until the other node has finished, or has gone and this one takes over
         if _is_done(config, out):
             return load_manifest(out)
-        for rest in out.glob(".*.tmp"):  # of a killed run
-            rest.unlink()
-        _open_folder(config, documents, out)
-        if (out / TOKENIZER).exists():
-            tokenizer = Tokenizer.load(out)
-        else:
-            tokenizer = _make_tokenizer(config, progress)
-            tokenizer.save(out)
-        return _Writer(config, out, tokenizer, progress).run(documents)
+
+
+def _prepare(config: DataConfig, out: Path, documents: Documents, progress: Progress, workers: int) -> dict[str, Any]:
+    """What `prepare` does in the process that has the lock."""
+    if _is_done(config, out):
+        return load_manifest(out)
+    for rest in out.glob(".*.tmp"):  # of a killed run
+        rest.unlink()
+    _open_folder(config, documents, out)
+    if (out / TOKENIZER).exists():
+        tokenizer = Tokenizer.load(out)
+    else:
+        tokenizer = _make_tokenizer(config, progress)
+        tokenizer.save(out)
+    writer = _Writer(config, out, tokenizer, progress)
+    units = Units(config, out, documents, tokenizer)
+    with contextlib.ExitStack() as held:
+        pool = held.enter_context(Workers(out, workers)) if workers else None
+        manifest = writer.run(documents, units, pool)
+    units.remove()
+    return manifest
 
 
 def _is_done(config: DataConfig, out: Path) -> bool:
     return (out / MANIFEST).exists() and (out / REQUEST).exists() and _same_shards(prepared_config(out), config)
 
 
-def _open_folder(config: DataConfig, documents: Documents, out: Path) -> None:
-    """Note in `out` what is about to be prepared; refuse a folder that holds anything else."""
+def _open_folder(config: DataConfig, documents: Documents, out: Path, again: bool = False) -> None:
+    """Note in `out` what is about to be prepared, unless another node has; refuse a folder that holds anything else."""
     files = documents.fingerprint()
     if (out / REQUEST).exists():
         known = read_json(out / REQUEST).get("files") if _same_shards(prepared_config(out), config) else None
@@ -69,7 +104,8 @@ def _open_folder(config: DataConfig, documents: Documents, out: Path) -> None:
             raise UserError(f"{out} holds the shards of another source or other settings: choose another --out or remove the folder")
     elif any(path for path in out.iterdir() if not is_lock(path)):
         raise UserError(f"{out} is not empty and holds no shards of this program: choose another --out")
-    write_json(out / REQUEST, {"data": to_dict(config), "files": files})
+    if not again:
+        write_json(out / REQUEST, {"data": to_dict(config), "files": files})
 
 
 def _same_shards(a: DataConfig, b: DataConfig) -> bool:
@@ -167,8 +203,8 @@ def _training_text(config: DataConfig, progress: Progress) -> Iterator[str]:
             return
 
 
-def _limited(config: DataConfig, documents: Documents | None = None) -> Iterator[str | None]:
-    for index, text in enumerate(documents or Documents(config)):
+def _limited(config: DataConfig) -> Iterator[str | None]:
+    for index, text in enumerate(Documents(config)):
         if config.max_documents is not None and index >= config.max_documents:
             return
         yield text
@@ -202,6 +238,7 @@ class _Writer:
         self.headers: dict[str, ShardHeader] = {}
         self.buffers = {"train": _Buffer(), "val": _Buffer()}
         self.consumed = 0
+        self.counts = dict.fromkeys(KINDS, 0)
         self._take_over()
 
     def _take_over(self) -> None:
@@ -216,44 +253,50 @@ class _Writer:
                     self.headers[name] = Shard(self.out / name).check().header
             self.consumed = self.headers[path.name].consumed
 
-    def run(self, documents: Documents) -> dict[str, Any]:
+    def run(self, documents: Documents, units: Units, pool: Workers | None) -> dict[str, Any]:
         written = sum(h.tokens for h in self.headers.values() if h.split == "train")
         enough = self.config.max_tokens is not None and written >= self.config.max_tokens
-        for index, text in [] if enough else self._encoded(documents):
+        done = self.consumed  # documents in the shards of an earlier run
+        for index, document in enumerate(self._documents(documents, units, pool)):
+            if (self.config.max_documents is not None and index >= self.config.max_documents) or (enough and index >= done):
+                break
+            self.counts[document.kind] += 1
+            if index < done:
+                continue
             if self.buffers["train"].tokens >= self.config.shard_tokens:  # not sooner: the last document may have to be held out
                 written += self.buffers["train"].tokens
                 self._flush()
-            if text is not None:
-                ids, size = text
+            if document.ids is not None:
                 split = "val" if is_validation(self.config, index) else "train"
-                self.buffers[split].add(ids, size)
+                self.buffers[split].add(document.ids, document.text_bytes)
             self.consumed = index + 1
             self.progress(self.consumed, written + self.buffers["train"].tokens, "encoding")
-            if self.config.max_tokens is not None and written + self.buffers["train"].tokens >= self.config.max_tokens:
+            enough = self.config.max_tokens is not None and written + self.buffers["train"].tokens >= self.config.max_tokens
+            if enough:
                 break
         self._hold_out_something()
         if any(buffer.tokens for buffer in self.buffers.values()):
             self._flush()
         return self._finish(documents)
 
-    def _encoded(self, documents: Documents) -> Iterator[tuple[int, tuple[np.ndarray, int] | None]]:
-        """(number, (tokens, bytes of text) or None) of every document not yet in a shard, encoded in batches."""
-        batch: list[tuple[int, str | None]] = []
-        chars = 0
-        for index, text in enumerate(_limited(self.config, documents)):
-            if index < self.consumed:
-                continue
-            batch.append((index, text))
-            chars += len(text or "")
-            if chars >= BATCH or len(batch) >= BATCH_DOCUMENTS:
-                yield from self._encode(batch)
-                batch, chars = [], 0
-        yield from self._encode(batch)
-
-    def _encode(self, batch: list[tuple[int, str | None]]) -> Iterator[tuple[int, tuple[np.ndarray, int] | None]]:
-        ids = iter(self.encode([text for _, text in batch if text is not None]))
-        for index, text in batch:
-            yield index, None if text is None else (next(ids), len(text.encode()))
+    def _documents(self, documents: Documents, units: Units, pool: Workers | None) -> Iterator[Encoded]:
+        """All documents of the source in order; those that are in a shard already without tokens."""
+        if len(units) < 2:
+            yield from encode_documents(documents.read(), self.encode, self.consumed)
+            return
+        done, first, waiting = self.consumed, 0, []  # `first`: number of a file's first document
+        for number in range(len(units)):
+            if pool is not None:
+                pool.wait_for(units, number)
+            count = 0
+            for document in units.read(number, max(0, done - first)):
+                yield document
+                count += 1
+            first += count
+            waiting.append((first, number))
+            in_shards = max((h.consumed for h in self.headers.values() if h.split == "train"), default=0)
+            while waiting and waiting[0][0] <= in_shards:
+                units.forget_tokens(waiting.pop(0)[1])
 
     def _hold_out_something(self) -> None:
         """A small corpus may have no held-out document by chance: take its last one, or the tail of its only one."""
@@ -279,8 +322,7 @@ class _Writer:
 
     def _finish(self, documents: Documents) -> dict[str, Any]:
         tokens = {s: sum(h.tokens for h in self.headers.values() if h.split == s) for s in ("train", "val")}
-        counts = {key: documents.counts[key] for key in ("documents", "empty", "bad_utf8", "not_text")}
-        counts["documents"] = self.consumed  # the reader may have looked one batch ahead
+        counts = {"documents": self.consumed, **{kind: self.counts[kind] for kind in ("empty", "bad_utf8", "not_text")}}
         if not tokens["train"] or not tokens["val"]:
             raise UserError(
                 f"{self.config.source} holds too little text ({counts['documents']} documents, {counts['empty']} empty, "

@@ -1,7 +1,7 @@
 """Documents out of files: .txt and .md (split at lines `<|endoftext|>`), .jsonl, .parquet, each also as .gz or .xz where that
 makes sense; folders of those; hf:OWNER/NAME streamed; the built-in corpus.
 
-A reader yields one `str` a document, or None for one that it had to drop, and counts why. A document above the limit is refused
+A reader yields one `str` a document, or None for one that it had to drop, and says which kind it was. A document above the limit is refused
 before it is read to its end, however small it is when compressed.
 """
 
@@ -10,8 +10,7 @@ import hashlib
 import json
 import lzma
 import zlib
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,45 +24,48 @@ SUFFIXES = (*(kind + packed for kind in TEXT for packed in ("", *PACKED)), ".par
 MAX_UNDECODABLE = 0.01  # a document with a larger share of undecodable characters is not text
 JSON_SHARE = 8  # a line of JSON takes up to some twenty times its size when parsed
 HASHED_WHOLE, SAMPLES, SAMPLE = 64 << 20, 64, 1 << 20  # bytes of a file that is hashed whole; of larger ones so many samples
+KINDS = ("text", "bad_utf8", "empty", "not_text")  # of documents: as it is, mended, and two that are left out
 PARQUET_ROWS, PARQUET_BYTES = 256, 256 << 20  # rows that are read at once, and bytes
 
 
 class Documents:
-    """The documents of one source, in a fixed order. `counts` says what was met on the way."""
+    """The documents of one source, in a fixed order."""
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
-        self.counts: Counter[str] = Counter()
+        self.seen = 0
         self.limit = config.max_document_mb * 1_000_000
         self.files, self.skipped = ([], {}) if _is_virtual(config.source) else find_files(config.source)
 
     def __iter__(self) -> Iterator[str | None]:
+        return (text for text, _ in self.read())
+
+    def read(self, files: Sequence[Path] | None = None) -> Iterator[tuple[str | None, str]]:
+        """Text (None: left out) and kind of every document; `files` are some of the source's."""
         config = self.config
         if config.source == "builtin":
             raw: Iterator[str | bytes] = builtin_documents()
         elif config.source.startswith("hf:"):
             raw = _hub(config)
         else:
-            raw = (document for path in self.files for document in _read(path, config.text_column, self.limit))
+            chosen = self.files if files is None else files
+            raw = (document for path in chosen for document in _read(path, config.text_column, self.limit))
         for document in raw:
             yield self._clean(document)
 
-    def _clean(self, document: str | bytes) -> str | None:
-        """Text worth keeping, or None; either way it is counted."""
-        self.counts["documents"] += 1
+    def _clean(self, document: str | bytes) -> tuple[str | None, str]:
+        """Text worth keeping, or None; and its kind."""
+        self.seen += 1
         if len(document) > self.limit:
-            raise _too_long(self.config.source, f"document {self.counts['documents']}", self.limit)
+            raise _too_long(self.config.source, f"document {self.seen}", self.limit)
         raw = document if isinstance(document, bytes) else document.encode("utf-8", "surrogatepass")  # JSON can smuggle half characters in
         text = raw.decode("utf-8", errors="replace")
+        kind = "text"
         if len(text) > 0 and text != document and "\ufffd" in text:
             if text.count("\ufffd") > MAX_UNDECODABLE * len(text):
-                self.counts["not_text"] += 1
-                return None
-            self.counts["bad_utf8"] += 1
-        if not text.strip():
-            self.counts["empty"] += 1
-            return None
-        return text
+                return None, "not_text"
+            kind = "bad_utf8"
+        return (text, kind) if text.strip() else (None, "empty")
 
     def fingerprint(self) -> list[list[Any]]:
         """What would change if the input did: for every file its name, size, time of writing (None where it is hashed whole) and hash.

@@ -9,6 +9,7 @@ processes and any sharding: a process reads the slices that it needs, and no mor
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -229,14 +230,16 @@ class ShardReader(StorageReader):
 def save_parts(folder: Path, tensors: dict[str, Tensor], rank: int, alone: bool) -> None:
     """Write the parts and shards.json; a collective call unless this process is alone. Errors are raised in every process."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    with _one_error():
+    with _one_error(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # alone is what was asked for
         save(tensors, storage_writer=ShardWriter(folder, rank), planner=planner, no_dist=alone)
 
 
 def load_parts(folder: Path, entries: dict[str, Entry], tensors: dict[str, Tensor], alone: bool) -> None:
     """Fill the tensors, sharded ones too, from the parts; a collective call unless this process is alone."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
-    with _one_error():
+    with _one_error(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # alone is what was asked for
         load(tensors, storage_reader=ShardReader(folder, entries), planner=planner, no_dist=alone)
 
 

@@ -1,0 +1,204 @@
+"""Training beyond one machine: what a pass gathers, sharded checkpoints, and what ends a run whose nodes do not fit together."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import CommandLine, is_one_line, nano_run
+from forked import Forked, start_process, start_script
+from training import arguments, finish, losses
+from twoscale.config import RunConfig, UserError
+from twoscale.interop import load
+from twoscale.train import checkpoint as ckpt, start_run
+from twoscale.train.sharded import load_parts, read_manifest
+
+GATHERED = """
+import dataclasses, json, torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from twoscale.config import presets
+from twoscale.model import LoopedGPT, StateNoise
+from twoscale.train import parallel
+from twoscale.train.objective import EveryStep
+from twoscale.train.world import open_world
+
+class Gathered(TorchDispatchMode):
+    bytes = 0
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if str(f).startswith("c10d._allgather_base_"):
+            self.bytes += args[0].nbytes
+        return f(*args, **(kwargs or {}))
+
+def layer_by_layer(model, config):
+    return list(model.blocks())
+
+c, found = presets.nano(), {}
+units = parallel.sharded_units
+with open_world() as world:
+    for name, objective in (("last", None), ("every_step", EveryStep())):
+        for layout in (layer_by_layer, units):
+            parallel.sharded_units = layout
+            for loops in (2, 12):
+                train = dataclasses.replace(c.train, parallel="fsdp", objective=dataclasses.replace(c.train.objective, name=name))
+                config, ids = dataclasses.replace(c, train=train), torch.zeros(1, 8, dtype=torch.int64)
+                model = parallel.build_model(config, world)
+                wrapped = parallel.distribute(model, train, world)
+                parallel.fill_shards(model, config, world)
+                with Gathered() as gathered:
+                    wrapped(ids, ids, loops=(loops, loops), noise=StateNoise(0, 0, (0,)), objective=objective).backward()
+                found[f"{name} {'before' if layout is layer_by_layer else 'now'} {loops}"] = gathered.bytes
+    if world.main:
+        print(json.dumps(found | {"weights": 4 * sum(p.numel() for p in model.parameters())}))
+"""
+
+
+def test_gathered_bytes() -> None:
+    """FSDP2 gathers the same bytes in a step with 2 loops and with 12, at most the weights forwards and backwards, with every objective."""
+    process = start_script(GATHERED, 2)
+    finish(process)
+    found = json.loads(process.output)
+    print(found)
+    for name in ("last", "every_step"):
+        assert 0 < found[f"{name} now 2"] == found[f"{name} now 12"] <= 2 * found["weights"] + 4096
+        assert found[f"{name} before 12"] > 3 * found[f"{name} now 12"], "a layout that gathers once a loop step is noticed"
+
+
+STEPS = """
+import sys
+from pathlib import Path
+from twoscale.config.run_file import load_config
+from twoscale.train.state import save_state
+from twoscale.train.trainer import Interrupts, Trainer
+from twoscale.train.world import open_world
+run, data, steps, again = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+with open_world() as world:
+    t = Trainer(load_config(run), run, data, world)
+    if t.last_saved is not None:
+        save_state(again, t.config, t.progress, t.model, t.optimizers, t.source.tokenizer, world)
+    losses = [t._step(Interrupts())[0]["loss"] for _ in range(steps)]
+    t.save()
+    if world.main:
+        print(*losses)
+"""
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a sharded checkpoint, put together in one process."""
+    entries = read_manifest(folder)
+    kinds = {"F32": torch.float32, "U8": torch.uint8}
+    tensors = {name: torch.empty(e.shape, dtype=kinds[e.dtype]) for name, e in entries.items()}
+    load_parts(folder, entries, tensors, alone=True)
+    return tensors
+
+
+def start_folder(folder: Path, config: RunConfig, shards: Path) -> RunConfig:
+    folder.mkdir()
+    ckpt.save_config(folder, config)
+    return config
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
+def test_resharding(parallel: str, tmp_path: Path, shards: Path) -> None:
+    """A checkpoint of 4 processes goes on in 2 and that in 1; weights and optimizer state are bit-equal after each change, losses those of 1."""
+    settings = {"steps": 9, "optimizer": "muon" if parallel == "fsdp" else "adamw", "lr": 1e-3, "keep_last": 9, "geometry_interval": 0}
+    start_run(nano_run(**settings), tmp_path / "one", shards)
+    run, seen = tmp_path / "run", []
+    start_folder(run, nano_run(parallel=parallel, checkpoint_format="sharded", **settings), shards)
+    for processes in (4, 2, 1):
+        process = start_script(
+            STEPS, processes, str(run), str(shards), "3", str(tmp_path / f"again-{processes}"), nodes=max(1, processes // 2)
+        )
+        finish(process)
+        seen += [float(word) for word in process.output.split()]
+    assert max(abs(a - b) for a, b in zip(seen, losses(tmp_path / "one"), strict=True)) < 1e-5
+    for step, processes in ((3, 2), (6, 1)):
+        name = ckpt.checkpoint_name(step)
+        before, after = whole(run / "checkpoints" / name), whole(tmp_path / f"again-{processes}" / name)
+        assert before.keys() == after.keys() and any(name.startswith("optimizer/") for name in before)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    written = {p.name.split("-")[1] for p in (run / "checkpoints" / "step-000003").glob("*.safetensors")}
+    assert written == {"00000", "00001", "00002", "00003"}, "every process writes"
+    model, _ = load(run)
+    one, _ = load(tmp_path / "one")
+    assert all(torch.allclose(p, q, atol=1e-4) for p, q in zip(model.parameters(), one.parameters(), strict=True))
+
+
+KILLED = """
+import os, sys
+from twoscale.train import checkpoint, sharded
+place, saves = sys.argv.pop(1), []
+def killed(f):
+    def call(*args, **kwargs):
+        saves.append(0)
+        if len(saves) > {calls}:
+            os.kill(os.getpid(), 9)
+        return f(*args, **kwargs)
+    return call
+if place == "parts":
+    sharded.save_file = killed(sharded.save_file)
+elif place == "manifest":
+    sharded.write_json = killed(sharded.write_json)
+else:
+    checkpoint.write_json = killed(checkpoint.write_json)
+from twoscale.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("place", "calls"), [("parts", 3), ("manifest", 1), ("state", 1)])
+def test_killed_while_saving(place: str, calls: int, tmp_path: Path, shards: Path) -> None:
+    """A kill at any point of saving a sharded checkpoint leaves the last whole one, and the run goes on from it."""
+    config = nano_run(steps=6, checkpoint_interval=2, checkpoint_format="sharded", geometry_interval=0)
+    words = arguments(config, tmp_path / "run", shards)
+    process = Forked([place, *words], [{}], KILLED.format(calls=calls))
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002"]
+    assert list((tmp_path / "run" / "checkpoints").glob(".step-000004.*.tmp"))
+    assert "going on from step 2" in finish(start_process(words))
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+
+
+def test_damaged_parts(tmp_path: Path, shards: Path, cli: CommandLine) -> None:
+    """A sharded checkpoint with a missing, cut or altered part, or a manifest that promises more than its files hold, is refused in one line."""
+    run = tmp_path / "run"
+    start_run(nano_run(steps=4, checkpoint_interval=2, checkpoint_format="sharded", geometry_interval=0), run, shards)
+    newest = run / "checkpoints" / "step-000004"
+    assert not (newest / "model.safetensors").exists()
+    model, _ = load(run)
+    assert cli("export", run, "--out", tmp_path / "export")[0] == 0 and (tmp_path / "export" / "model.safetensors").exists()
+    assert all(torch.equal(p, q) for p, q in zip(load(tmp_path / "export")[0].parameters(), model.parameters(), strict=True))
+    for name in ("model-00000-000.safetensors", "shards.json"):
+        body = (newest / name).read_bytes()
+        for damaged in (body[: len(body) // 2], body[:-9] + b"\\x01" + body[-8:], None):
+            (newest / name).unlink()
+            if damaged is not None:
+                (newest / name).write_bytes(damaged)
+            code, _, err = cli("train", "--resume", run)
+            assert code == 2 and is_one_line(err) and "--checkpoint step-000002" in err, err
+        (newest / name).write_bytes(body)
+    manifest, state = json.loads((newest / "shards.json").read_text()), json.loads((newest / "state.json").read_text())
+    for change, said in (
+        ({"shape": [1 << 40, 1 << 20]}, "do not make a tensor"),
+        (
+            {"parts": [{"offset": [0, 0], "shape": manifest["tensors"]["model/wte.weight"]["shape"], "file": "../x"}]},
+            "outside of its folder",
+        ),
+        (
+            {
+                "shape": [1 << 20, 1 << 12],
+                "parts": [{"offset": [0, 0], "shape": [1 << 20, 1 << 12], "file": "model-00000-000.safetensors"}],
+            },
+            "promises",
+        ),
+    ):
+        changed = {"tensors": manifest["tensors"] | {"model/wte.weight": manifest["tensors"]["model/wte.weight"] | change}}
+        (newest / "shards.json").write_text(json.dumps(changed))
+        (newest / "state.json").write_text(
+            json.dumps(state | {"files": state["files"] | {"shards.json": ckpt._facts(newest / "shards.json")}})
+        )
+        with pytest.raises(UserError, match=said):
+            load(newest)
