@@ -15,7 +15,7 @@ heavy = ("torch", "numpy", "matplotlib", "plotly", "tokenizers", "safetensors", 
 print("imported:", *[name for name in heavy if name in sys.modules], file=sys.stderr)
 sys.exit(code)
 """
-BENCHES = [("bench", kind) for kind in ("train", "trace", "decode", "serve", "load", "quantize")]
+BENCHES = [("bench", kind) for kind in ("train", "scale", "prepare", "trace", "decode", "serve", "load", "quantize")]
 
 
 @pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS), *BENCHES], ids=lambda words: " ".join(words) or "twoscale")

@@ -1,6 +1,8 @@
 """Training beyond one machine: what a pass gathers, sharded checkpoints, and what ends a run whose nodes do not fit together."""
 
 import json
+import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import pytest
 import torch
 
 from conftest import CommandLine, is_one_line, nano_run
-from forked import Forked, start_process, start_script
+from forked import Forked, environments, start_process, start_script
 from training import arguments, finish, losses
-from twoscale.config import RunConfig, UserError
+from twoscale.config import DataConfig, RunConfig, UserError
+from twoscale.data import prepare
 from twoscale.interop import load
 from twoscale.train import checkpoint as ckpt, start_run
 from twoscale.train.sharded import load_parts, read_manifest
@@ -102,7 +105,7 @@ def start_folder(folder: Path, config: RunConfig, shards: Path) -> RunConfig:
 
 @pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
 def test_resharding(parallel: str, tmp_path: Path, shards: Path) -> None:
-    """A checkpoint of 4 processes goes on in 2 and that in 1; weights and optimizer state are bit-equal after each change, losses those of 1."""
+    """A checkpoint of 4 processes goes on in 2, that in 1: weights and optimizer state are bit-equal after each change, losses those of 1."""
     settings = {"steps": 9, "optimizer": "muon" if parallel == "fsdp" else "adamw", "lr": 1e-3, "keep_last": 9, "geometry_interval": 0}
     start_run(nano_run(**settings), tmp_path / "one", shards)
     run, seen = tmp_path / "run", []
@@ -163,7 +166,7 @@ def test_killed_while_saving(place: str, calls: int, tmp_path: Path, shards: Pat
 
 
 def test_damaged_parts(tmp_path: Path, shards: Path, cli: CommandLine) -> None:
-    """A sharded checkpoint with a missing, cut or altered part, or a manifest that promises more than its files hold, is refused in one line."""
+    """A sharded checkpoint with a missing, cut or altered part, or a manifest that its files do not bear out, is refused in one line."""
     run = tmp_path / "run"
     start_run(nano_run(steps=4, checkpoint_interval=2, checkpoint_format="sharded", geometry_interval=0), run, shards)
     newest = run / "checkpoints" / "step-000004"
@@ -202,3 +205,56 @@ def test_damaged_parts(tmp_path: Path, shards: Path, cli: CommandLine) -> None:
         )
         with pytest.raises(UserError, match=said):
             load(newest)
+
+
+NOT_ALIKE = {
+    "settings": ({}, {"lr": 1e-4}, r"train.lr is 0.003 in the first process and 0.0001 in process 1 on .*same command"),
+    "data": ("shards", "others", r"number of train tokens is \d+ in the first process and \d+ in process 1 on .*--data-dir"),
+    "shard": ("shards", "missing", r"train-00000.bin: No such file.*\(process 1 on "),
+}
+
+
+@pytest.mark.parametrize("case", NOT_ALIKE)
+def test_nodes_that_do_not_fit(case: str, tmp_path: Path, shards: Path, corpus: Path) -> None:
+    """Nodes with other settings, other data or a missing shard: one line that names the difference and the node, and nothing is written."""
+    a, b, said = NOT_ALIKE[case]
+    folders = {"shards": shards, "others": tmp_path / "others", "missing": tmp_path / "missing"}
+    prepare(DataConfig(source=str(corpus), val_fraction=0.2, max_documents=30), folders["others"])
+    shutil.copytree(shards, folders["missing"])
+    (folders["missing"] / "train-00000.bin").unlink()
+    words = [
+        arguments(nano_run(steps=4, **(x if isinstance(x, dict) else {})), tmp_path / "run", folders[x if isinstance(x, str) else "shards"])
+        for x in (a, b)
+    ]
+    nodes = [Forked(w, [e]) for w, e in zip(words, environments(2, nodes=2), strict=True)]
+    for node in nodes:
+        err = finish(node, 2)
+        lines = [line for line in err.splitlines() if line.startswith("twoscale ")]
+        assert len(lines) == 1 and re.search(said, lines[0]) and "Traceback" not in err, err
+    assert not ckpt.list_checkpoints(tmp_path / "run" / "checkpoints") and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_node_that_never_comes(missing: int, tmp_path: Path, shards: Path) -> None:
+    """Where a process does not join in time, the others end with one line and exit code 2."""
+    there = environments(2, nodes=2)[1 - missing] | {"TWOSCALE_JOIN_SECONDS": "1"}
+    err = finish(Forked(arguments(nano_run(steps=4), tmp_path / "run", shards), [there]), 2)
+    lines = [line for line in err.splitlines() if line.startswith("twoscale ")]
+    assert len(lines) == 1 and "within 1 s" in lines[0] and "Traceback" not in err, err
+    assert ("first process did not answer" if missing == 0 else "not all of the 2 processes joined") in lines[0]
+
+
+def test_errors_of_one_process() -> None:
+    """What is wrong in one process is raised in all, with its place; a bad time limit is refused."""
+    script = (
+        "import os\nfrom twoscale.config import UserError\nfrom twoscale.train.world import open_world\n"
+        "with open_world() as world:\n"
+        "    try:\n        with world.together():\n            if world.rank == 1: raise UserError('no such file')\n"
+        "    except UserError as error:\n        print(error, flush=True)\n"
+        "os.environ['TWOSCALE_JOIN_SECONDS'] = 'soon'\n"
+        "try:\n    with open_world(): pass\nexcept UserError as error: print(error, flush=True)\n"
+    )
+    process = start_script(script, 2)
+    finish(process)
+    assert process.output.count("no such file (process 1 on ") == 2
+    assert process.output.count("TWOSCALE_JOIN_SECONDS = 'soon': give seconds") == 2

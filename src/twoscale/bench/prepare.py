@@ -56,7 +56,8 @@ def _fresh(config: DataConfig, out: Path, workers: int) -> dict[str, dict[str, i
 def _write_files(folder: Path, megabytes: float, files: int) -> list[list[str]]:
     """Write the files; returns their documents in batches as `prepare` encodes them."""
     folder.mkdir()
-    documents, texts, total = list(builtin_documents()), [], 0
+    documents, total = list(builtin_documents()), 0
+    texts: list[str] = []
     while total < megabytes * 1e6:
         texts.append(documents[len(texts) % len(documents)])
         total += len(texts[-1].encode())

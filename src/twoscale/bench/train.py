@@ -33,6 +33,9 @@ class TrainBench:
     tokens_per_s: float
     compiled: bool
     steps: int
+    step_flops: tuple[float, ...]
+    """FLOPs of each step, with the causal half of attention."""
+    step_seconds: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
@@ -46,7 +49,7 @@ def bench_train(config: RunConfig, steps: int = 12) -> TrainBench:
         data = Path(folder) / "data"
         prepare(dataclasses.replace(config.data, source="builtin", max_documents=None, max_tokens=None), data)
         trainer = Trainer(config, Path(folder), data, World(0, 1, device))
-        rates, squares = [], []
+        rates, squares, costs = [], [], []
         for i in range(WARM_UP + steps):
             seconds = timed(lambda: trainer._step(Interrupts()), device)
             square = _matmul_seconds(device)
@@ -56,8 +59,9 @@ def bench_train(config: RunConfig, steps: int = 12) -> TrainBench:
                 flops = [tokens * training_flops(config.model, config.model.block_size, loops, causal) for causal in (False, True)]
                 rates.append((flops[0] / seconds, flops[1] / seconds, tokens / seconds))
                 squares.append(2 * SQUARE**3 / square)
+                costs.append((flops[1], seconds))
         full, causal, per_s = (float(x) for x in np.median(np.array(rates), axis=0))
-        return TrainBench(full, causal, median(squares), per_s, trainer.compiled, steps)
+        return TrainBench(full, causal, median(squares), per_s, trainer.compiled, steps, *zip(*costs, strict=True))
 
 
 def _matmul_seconds(device: torch.device, repeats: int = 10) -> float:

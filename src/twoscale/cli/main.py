@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 from twoscale import __version__
 from twoscale.config import UserError
+from twoscale.config.errors import ProcessLost
 
+LOST = 75  # exit code of a process that lost the others of its run: "try again", in sysexits.h
 COMMANDS = {
     "prepare": "turn text into token shards",
     "train": "train a looped GPT, or go on with a run",
+    "launch": "run a command in several processes, on one node or many",
     "trace": "measure the geometry of a run's loops",
     "eval": "held-out loss and bits per byte, at fixed loops or with an exit rule",
     "sweep": "measure what every exit rule saves and costs, beside the baselines",
@@ -26,7 +29,7 @@ COMMANDS = {
     "export": "write the model as a folder that transformers opens",
     "report": "write RUN/report/index.html: figures, tables, the claims and their verdicts",
     "reproduce": "the main job in one folder: prepare, train, evaluate, trace, report; skips what is done",
-    "bench": "measure speed on this machine (bench train, prepare, trace, decode, serve)",
+    "bench": "measure speed on this machine (bench train, scale, prepare, trace, decode, serve)",
 }
 
 
@@ -47,12 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         _complain(f"twoscale {command}: {error}")
         return 2
-    except KeyboardInterrupt:
-        _complain(f"twoscale {command}: interrupted")
-        return 130
+    except ProcessLost as error:
+        _complain(f"twoscale {command}: {error}")
+        return LOST
     except BrokenPipeError:  # the reader of a pipe has gone, as in `twoscale train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except KeyboardInterrupt:
+        _complain(f"twoscale {command}: interrupted")
+        return 130
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
 

@@ -12,3 +12,7 @@ def missing_package(problem: str, extra: str, *packages: str) -> UserError:
     """An error for a package that is not installed, with the command that installs the extra it belongs to."""
     words = " ".join((f"'.[{extra}]'", *packages))
     return UserError(f"{problem}, in a clone of twoscale run: pip install -c constraints.txt -e {words}")
+
+
+class ProcessLost(Exception):
+    """Another process of a run has ended, or cannot be reached any more: the same command goes on where the run was."""

@@ -140,7 +140,8 @@ def empty_state(
 def _owners(model: LoopedGPT, optimizers: dict[str, Optimizer], names: Iterable[str]) -> dict[str, tuple[Optimizer, Tensor, str]]:
     """For each PARAMETER::KEY the optimizer, the parameter and the key."""
     owners = {id(p): o for o in optimizers.values() for g in o.param_groups for p in g["params"]}
-    parameters, found = dict(model.named_parameters()), {}
+    parameters = dict(model.named_parameters())
+    found: dict[str, tuple[Optimizer, Tensor, str]] = {}
     for full_name in names:
         name, _, key = full_name.partition("::")
         if name not in parameters or not key:

@@ -52,7 +52,7 @@ def distribute(model: LoopedGPT, config: TrainConfig, world: World) -> nn.Module
     units = [fully_shard(unit, mesh=mesh) for unit in sharded_units(model, config)]
     whole = fully_shard(model, mesh=mesh)
     for unit, following in pairwise([whole, *units]):
-        cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])  # arrives while a group loops
+        unit.set_modules_to_forward_prefetch([following])  # arrives while a group loops
     return cast(nn.Module, whole)
 
 

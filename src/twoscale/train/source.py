@@ -38,7 +38,7 @@ class TextSource:
     def __init__(self, config: RunConfig, data: Path, part: tuple[int, int]) -> None:
         self.tokenizer, self.name = Tokenizer.load(data), source_name(data)
         train, self.val = TokenData(data, "train", part), TokenData(data, "val", part)
-        self.identity = {"tokenizer": self.tokenizer.fingerprint}
+        self.identity: dict[str, object] = {"tokenizer": self.tokenizer.fingerprint}
         for tokens in (train, self.val):
             self.identity |= {f"number of {tokens.split} tokens": len(tokens), f"checksum of the {tokens.split} shards": tokens.checksum}
         if train.vocab_size > config.model.vocab_size:
@@ -61,7 +61,8 @@ class TaskSource:
 
     def __init__(self, config: RunConfig, task: Task) -> None:
         self.task, self.tokenizer, self.seed = task, task.tokenizer(), config.train.seed
-        self.name, self.identity = f"the task {task.name}", {}
+        self.name = f"the task {task.name}"
+        self.identity: dict[str, object] = {}
         self.steps = config.train.objective.name == "progress"
         if task.vocab_size > config.model.vocab_size:
             raise UserError(f"the task {task.name} has {task.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: raise it")

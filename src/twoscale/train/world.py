@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,13 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from twoscale.config import UserError
+from twoscale.config.errors import ProcessLost
 
 JOIN_SECONDS = 50.0  # for all processes to join; the environment variable below changes it
 JOIN_VARIABLE = "TWOSCALE_JOIN_SECONDS"
 PATIENCE = datetime.timedelta(hours=2)  # in a collective: the first process may be preparing data meanwhile
 ARRIVED = "twoscale/arrived/"
+LOST = r"gloo.*(connection|connect|timed out|socket|read|write)|connection (closed|reset|refused)|broken pipe"  # in errors of gloo
 
 
 @dataclass(frozen=True)
@@ -105,21 +110,29 @@ def open_world() -> Iterator[World]:
         yield world
         return
     store = _join(world)
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
         yield world
         dist.barrier()  # nobody closes while another still waits for an answer
+    except (dist.DistError, RuntimeError) as error:
+        if not isinstance(error, dist.DistError) and not re.search(LOST, str(error), re.IGNORECASE):
+            raise
+        first = (str(error).strip().splitlines() or [""])[0][:160]
+        raise ProcessLost(
+            f"another process has gone ({first}): start the same command again to go on from the newest checkpoint"
+        ) from error
     finally:
-        dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
-def _join(world: World) -> dist.Store:
+def _join(world: World) -> Store:
     """The store through which the processes find each other, once all of them are there; UserError where one does not come in time."""
-    seconds = _join_seconds()
+    seconds = join_seconds()
     limit, at = datetime.timedelta(seconds=seconds), f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     hint = f"see what its node says, start all nodes with the same command, or wait longer with {JOIN_VARIABLE}"
     try:
-        store: dist.Store = next(dist.rendezvous("env://", timeout=limit))[0]
+        store: Store = next(rendezvous("env://", timeout=limit))[0]
     except dist.DistError as error:
         if world.main:
             raise UserError(f"not all of the {world.size} processes joined at {at} within {seconds:g} s: {hint}") from error
@@ -134,7 +147,8 @@ def _join(world: World) -> dist.Store:
     return store
 
 
-def _join_seconds() -> float:
+def join_seconds() -> float:
+    """How long processes and nodes wait for each other at the start."""
     text = os.environ.get(JOIN_VARIABLE, "")
     try:
         seconds = float(text or JOIN_SECONDS)
