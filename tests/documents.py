@@ -48,6 +48,7 @@ CHEAPER: list[tuple[str, dict[str, str], str]] = [
     ("bench load", {"--shape": "ouro-tiny", "--tokens": "1", "--dtype": "int8", "--plain": "bf16"}, "gigabytes"),
     ("bench quantize", {"--windows": "2", "--loops": "2", "--dtype": "int8"}, "minutes"),
     ("bench serve", {"--preset": "nano", "--rounds": "1", "--seconds": "0.5", "--clients": "2"}, "minutes, at the paper's size"),
+    ("bench prepare", {"--megabytes": "0.2", "--files": "2", "--rounds": "1"}, "minutes"),
     ("prepare --source hf:", {"--source": "corpus/", "--subset": "", "--val-fraction": "0.3"}, "the hub is not reached by tests"),
     ("eval runs/tiny --exit", {"--windows": "4"}, "half a minute"),
     ("convert models/llama", {"--data.max-documents": "8"}, "all of Python's own English is tokenized"),
@@ -77,8 +78,8 @@ def reason_not_to_run(command: str) -> str | None:
 
 
 def arguments(command: str) -> list[str]:
-    """The words after `twoscale` of a command, made cheap. torchrun's several processes become one (test_train.py runs two)."""
-    words = shlex.split(re.sub(r"^torchrun (--\S+ )+-m ", "", command))
+    """The words after `twoscale` of a command, made cheap. Several processes become one (test_train.py runs two)."""
+    words = shlex.split(re.sub(r"^(torchrun (--\S+ )+-m twoscale|twoscale launch (--\S+ \S+ )+)", "twoscale ", command))
     assert words[0] == "twoscale", f"{command!r} is neither run nor listed with a reason in NOT_RUN"
     words = words[1:]
     for start, settings, _ in CHEAPER:

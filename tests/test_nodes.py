@@ -103,9 +103,9 @@ def start_folder(folder: Path, config: RunConfig, shards: Path) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("hsdp", marks=pytest.mark.long)])
 def test_resharding(parallel: str, tmp_path: Path, shards: Path) -> None:
-    """A checkpoint of 4 processes goes on in 2, that in 1: weights and optimizer state are bit-equal after each change, losses those of 1."""
+    """A checkpoint of 4 processes goes on in 2, that in 1: weights and optimizer state are bit-equal after each, losses those of 1."""
     settings = {"steps": 9, "optimizer": "muon" if parallel == "fsdp" else "adamw", "lr": 1e-3, "keep_last": 9, "geometry_interval": 0}
     start_run(nano_run(**settings), tmp_path / "one", shards)
     run, seen = tmp_path / "run", []
@@ -127,6 +127,57 @@ def test_resharding(parallel: str, tmp_path: Path, shards: Path) -> None:
     model, _ = load(run)
     one, _ = load(tmp_path / "one")
     assert all(torch.allclose(p, q, atol=1e-4) for p, q in zip(model.parameters(), one.parameters(), strict=True))
+
+
+MEMORY = """
+import dataclasses, sys
+from pathlib import Path
+import torch
+from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from twoscale.data.tokenizer import byte_tokenizer
+from twoscale.train import checkpoint, parallel, state
+from twoscale.train.optim import build_optimizers
+from twoscale.train.world import open_world
+
+def status(name):
+    return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith(name)).split()[1])
+
+model = ModelConfig(vocab_size=257, block_size=64, n_layer=6, n_head=8, n_embd=768, groups=((2, 3),))
+config = RunConfig(model=model, train=TrainConfig(parallel="fsdp", optimizer="adamw", checkpoint_format=sys.argv[2]))
+with open_world() as world:
+    built = parallel.build_model(config, world)
+    parallel.distribute(built, config.train, world)
+    parallel.fill_shards(built, config, world)
+    optimizers = build_optimizers(built, config.train)
+    for p in built.parameters():
+        p.grad = torch.ones_like(p)
+    optimizers["adamw"].step()
+    optimizers["adamw"].zero_grad(set_to_none=True)
+    tensors = state._parts(built, optimizers, world).values()
+    share = sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
+    progress = checkpoint.Progress(1, 1, 1, 0)
+    for _ in range(2):  # the first save also imports, and opens files
+        open("/proc/self/clear_refs", "w").write("5")
+        before = status("VmRSS")
+        state.save_state(Path(sys.argv[1]), config, progress, built, optimizers, byte_tokenizer(), world)
+        peak = status("VmHWM") - before
+    print(f"{share} {peak}", flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc to read the peak of memory")
+def test_memory_of_saving(tmp_path: Path) -> None:
+    """Saving a sharded checkpoint peaks at no more than 1.3x of a process's share of weights and optimizer state; a whole one at more."""
+    worst = {}
+    for kind in ("sharded", "whole"):
+        process = start_script(MEMORY, 2, str(tmp_path / kind), kind)
+        finish(process)
+        found = [tuple(map(int, line.split())) for line in process.output.splitlines()]
+        assert len(found) == 2 and min(share for share, _ in found) > 150_000_000
+        worst[kind] = max((share + peak) / share for share, peak in found)
+    print(worst)
+    assert worst["sharded"] <= 1.3 < worst["whole"]
 
 
 KILLED = """
