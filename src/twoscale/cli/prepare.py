@@ -12,7 +12,6 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import DataConfig, UserError
-from twoscale.config.cpu import usable_cores
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class PrepareArgs:
     out: Path
     """Folder for the shards."""
     workers: int | None = None
-    """Processes that encode files, each on one core; by default one for each core. The shards do not depend on it. 0: no other process."""
+    """Processes that encode files, each on one core; by default one a core where there is much text. The shards do not depend on it."""
     share: bool = False
     """Several nodes run this command on one folder: each encodes files, one of them writes the shards."""
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
@@ -31,16 +30,15 @@ class PrepareArgs:
 def run(args: list[str]) -> int:
     parsed = parse(PrepareArgs, args, "twoscale prepare")
 
-    workers = usable_cores() if parsed.workers is None else parsed.workers
-    if not 0 <= workers <= 1024:
-        raise UserError(f"--workers {workers}: must lie between 0 and 1024")
+    if parsed.workers is not None and not 0 <= parsed.workers <= 1024:
+        raise UserError(f"--workers {parsed.workers}: must lie between 0 and 1024")
 
     from twoscale.data import prepare
     from twoscale.data.prepare import describe_skipped
     from twoscale.data.progress import DocumentLine
 
     with DocumentLine() as line:
-        manifest = prepare(parsed.data, parsed.out, line, workers, parsed.share)
+        manifest = prepare(parsed.data, parsed.out, line, parsed.workers, parsed.share)
     tokens, counts = manifest["tokens"], manifest["counts"]
     say(
         f"{parsed.out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {counts['documents']:,} documents "

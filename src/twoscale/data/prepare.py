@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from twoscale.config import DataConfig, UserError
+from twoscale.config.cpu import usable_cores
 from twoscale.config.files import make_folder, write_json
 from twoscale.config.lock import FolderInUse, is_lock, lock
 from twoscale.config.run_folder import TOKENIZER
@@ -30,6 +31,7 @@ from twoscale.data.units import Encoded, Units, Workers, encode_documents
 
 MANIFEST, REQUEST = "manifest.json", "request.json"
 BPE_SAMPLE = 200_000_000  # characters that a BPE is learned from
+MUCH_TEXT = 32 << 20  # bytes of files from which workers earn back the time that they take to start
 SHARE_WAIT = 0.5  # seconds between two looks at a folder that another node has
 
 Progress = Callable[[int, int, str], None]
@@ -40,27 +42,28 @@ def quiet(documents: int, tokens: int, doing: str) -> None:
     """A progress that says nothing."""
 
 
-def prepare(config: DataConfig, out: Path, progress: Progress = quiet, workers: int = 0, share: bool = False) -> dict[str, Any]:
+def prepare(config: DataConfig, out: Path, progress: Progress = quiet, workers: int | None = None, share: bool = False) -> dict[str, Any]:
     """Make (or finish) the shards in `out` and return the manifest. Does nothing where they are whole already.
 
-    So many `workers` encode files ahead, each on a core of its own; 0: this process alone. With `share` other nodes may run the same on
-    the same folder: one of them writes the shards, all of them encode files.
+    So many `workers` encode files ahead, each on a core of its own; 0: this process alone; None: one a core where there are several files
+    and much text. With `share` other nodes may run the same on the same folder: one of them writes the shards, all of them encode files.
     """
     if _is_done(config, out):
         return load_manifest(out)  # the source itself is no longer needed
     documents = Documents(config)
+    workers = _useful_workers(documents, workers)
     make_folder(out)
     while True:
         try:
             with lock(out, "prepare"):
-                return _prepare(config, out, documents, progress, workers if len(documents.files) > 1 else 0)
+                return _prepare(config, out, documents, progress, workers)
         except FolderInUse:
             if not share:
                 raise
-        if (out / TOKENIZER).exists():
+        if workers and (out / TOKENIZER).exists():
             _open_folder(config, documents, out, again=True)
             try:
-                with Workers(out, max(1, workers)) as helpers:
+                with Workers(out, workers) as helpers:
                     helpers.wait()
             except UserError:
                 if not _is_done(config, out):  # the other node may have removed what a worker was about to write
@@ -68,6 +71,15 @@ def prepare(config: DataConfig, out: Path, progress: Progress = quiet, workers: 
         time.sleep(SHARE_WAIT)  # until the other node has finished, or has gone and this one takes over
         if _is_done(config, out):
             return load_manifest(out)
+
+
+def _useful_workers(documents: Documents, wanted: int | None) -> int:
+    """How many workers to start: none for a source that is not several files."""
+    if len(documents.files) < 2:
+        return 0
+    if wanted is None:
+        wanted = usable_cores() if sum(path.stat().st_size for path in documents.files) >= MUCH_TEXT else 0
+    return min(wanted, len(documents.files))
 
 
 def _prepare(config: DataConfig, out: Path, documents: Documents, progress: Progress, workers: int) -> dict[str, Any]:

@@ -63,19 +63,22 @@ class Cost:
 
 
 @lru_cache
+def _draws(model: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """Loop counts of many training steps."""
+    return tuple(draw_loops(model, 0, step) for step in range(DRAWS))
+
+
 def expected_flops(model: ModelConfig) -> float:
     """Training FLOPs a token at full context, the mean over the loop counts that are drawn; the causal half of attention is counted."""
-    draws = [draw_loops(model, 0, step) for step in range(DRAWS)]
-    return sum(training_flops(model, model.block_size, loops, causal=True) for loops in draws) / DRAWS
+    return sum(training_flops(model, model.block_size, loops, causal=True) for loops in _draws(model)) / DRAWS
 
 
 def tracked_layers(model: ModelConfig) -> float:
     """Mean layer applications of a pass that keep their activations."""
     plain = model.n_layer - sum(len(g) for g in model.groups)
     deepest = model.backprop_steps
-    draws = [draw_loops(model, 0, step) for step in range(DRAWS)]
-    tracked = sum(len(g) * (k if deepest is None else min(k, deepest)) for loops in draws for g, k in zip(model.groups, loops, strict=True))
-    return plain + tracked / DRAWS
+    kept = [[k if deepest is None else min(k, deepest) for k in loops] for loops in _draws(model)]
+    return plain + sum(len(g) * k for loops in kept for g, k in zip(model.groups, loops, strict=True)) / DRAWS
 
 
 def cost(
