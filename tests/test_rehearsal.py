@@ -5,13 +5,14 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import CommandLine, is_one_line, nano_run
-from rehearsal import free_port, kill_node, two_nodes
+from rehearsal import Node, free_port, kill_node, two_nodes
 from training import arguments, losses
 from twoscale.config import UserError
 from twoscale.config.serial import read_jsonl
@@ -45,42 +46,34 @@ def test_two_nodes(tmp_path: Path, shards: Path) -> None:
         assert max(abs(a - b) for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "calm"), strict=True)) < 1e-5
         launch = ["twoscale", "launch", "--nodes", "2", "--processes", "2", "--head", f"{head}:{free_port()}"]
         run = [*launch, *arguments(sharded, tmp_path / "killed", shards)]
-        logs = [tmp_path / f"killed-{i}.log" for i in range(2)]
-        agents = [node.start(run, log) for node, log in zip(nodes, logs, strict=True)]
-        chance = random.Random(7)
+        cluster, chance = Cluster(nodes, run, [tmp_path / f"killed-{i}.log" for i in range(2)]), random.Random(7)
         for kill in range(KILLS):
-            _wait_for_step(tmp_path / "killed", chance.randint(1, 3) + 3 * kill, agents, logs)
-            lost = chance.randrange(2)
-            kill_node(agents[lost])
-            for i, agent in enumerate(agents):  # the other node may end too, where the two of them met at the killed one
-                if i == lost or agent.poll() is not None:
-                    agents[i] = nodes[i].start(run, logs[i])
-        _finish(agents, nodes, run, logs)
+            cluster.wait(lambda step=chance.randint(1, 3) + 3 * kill: len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) >= step)
+            kill_node(cluster.agents[chance.randrange(2)])
+        cluster.wait(lambda: all(agent.poll() == 0 for agent in cluster.agents))
     assert losses(tmp_path / "killed") == losses(tmp_path / "calm")
     a, b = (ckpt.load_model(tmp_path / run / "checkpoints" / f"step-0000{STEPS}")[0] for run in ("calm", "killed"))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def _revive(agents, nodes, run, logs) -> None:  # type: ignore[no-untyped-def]
-    """As a cluster's scheduler does: start a node again that has ended before the run was finished."""
-    for i, agent in enumerate(agents):
-        if agent.poll() not in (None, 0):
-            agents[i] = nodes[i].start(run, logs[i])
+class Cluster:
+    """Does what a cluster's scheduler does: a node that has ended before the run was finished is started again.
 
+    Where the nodes met at the killed one, the other one ends too.
+    """
 
-def _finish(agents, nodes, run, logs) -> None:  # type: ignore[no-untyped-def]
-    until = time.monotonic() + 600
-    while any(agent.poll() != 0 for agent in agents):
-        assert time.monotonic() < until, "".join(log.read_text()[-3000:] for log in logs)
-        _revive(agents, nodes, run, logs)
-        time.sleep(0.1)
+    def __init__(self, nodes: tuple[Node, Node], command: list[str], logs: list[Path]) -> None:
+        self.nodes, self.command, self.logs = nodes, command, logs
+        self.agents = [node.start(command, log) for node, log in zip(nodes, logs, strict=True)]
 
-
-def _wait_for_step(run: Path, step: int, agents: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
-    until = time.monotonic() + 400
-    while len(read_jsonl(run / "metrics.jsonl")) < step:
-        assert time.monotonic() < until and not all(a.poll() is not None for a in agents), "".join(log.read_text()[-3000:] for log in logs)
-        time.sleep(0.02)
+    def wait(self, until: Callable[[], bool], seconds: float = 400) -> None:
+        limit = time.monotonic() + seconds
+        while not until():
+            assert time.monotonic() < limit, "".join(log.read_text()[-3000:] for log in self.logs)
+            for i, agent in enumerate(self.agents):
+                if agent.poll() not in (None, 0):
+                    self.agents[i] = self.nodes[i].start(self.command, self.logs[i])
+            time.sleep(0.02)
 
 
 def test_launch_without_the_other_node(tmp_path: Path, shards: Path) -> None:
