@@ -48,7 +48,7 @@ def test_two_nodes(tmp_path: Path, shards: Path) -> None:
         run = [*launch, *arguments(sharded, tmp_path / "killed", shards)]
         cluster, chance = Cluster(nodes, run, [tmp_path / f"killed-{i}.log" for i in range(2)]), random.Random(7)
         for kill in range(KILLS):
-            cluster.wait(lambda step=chance.randint(1, 3) + 3 * kill: len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) >= step)
+            cluster.wait_for_step(tmp_path / "killed", chance.randint(1, 3) + 3 * kill)
             kill_node(cluster.agents[chance.randrange(2)])
         cluster.wait(lambda: all(agent.poll() == 0 for agent in cluster.agents))
     assert losses(tmp_path / "killed") == losses(tmp_path / "calm")
@@ -74,6 +74,9 @@ class Cluster:
                 if agent.poll() not in (None, 0):
                     self.agents[i] = self.nodes[i].start(self.command, self.logs[i])
             time.sleep(0.02)
+
+    def wait_for_step(self, run: Path, step: int) -> None:
+        self.wait(lambda: len(read_jsonl(run / "metrics.jsonl")) >= step)
 
 
 def test_launch_without_the_other_node(tmp_path: Path, shards: Path) -> None:
