@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from twoscale import __version__
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import make_folder, write_json
 from twoscale.config.lock import lock
@@ -67,9 +66,8 @@ def start_run(
 
 def _check_same_start(config: RunConfig, checkpoint: str | None, world: World) -> None:
     """All processes must have been started alike; otherwise they would wait for each other for ever, or train something else."""
-    versions = {"the version of twoscale": __version__, "the version of torch": torch.__version__}
-    settings = {"--checkpoint": checkpoint, **flat(to_dict(config))}
-    world.same("the nodes were not started alike", versions | settings, "start all of them with the same command and the same installation")
+    start = {"the version of torch": torch.__version__, "--checkpoint": checkpoint, **flat(to_dict(config))}
+    world.same("the nodes were not started alike", start, "start all of them with the same command and the same installation")
 
 
 def write_staircase(run: Path, config: RunConfig) -> None:
