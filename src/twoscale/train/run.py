@@ -41,7 +41,7 @@ def start_run(
     Shards are made in RUN/data unless `data` is given.
     """
     with open_world() as world, contextlib.ExitStack() as held:
-        _check_same_start(config, checkpoint, world)
+        _check_same_start(config, data, checkpoint, world)
         with world.together():
             build_objective(config)  # an error where model or task do not fit it
             if config.task == "none":
@@ -64,9 +64,13 @@ def start_run(
         return result
 
 
-def _check_same_start(config: RunConfig, checkpoint: str | None, world: World) -> None:
-    """All processes must have been started alike; otherwise they would wait for each other for ever, or train something else."""
-    start = {"the version of torch": torch.__version__, "--checkpoint": checkpoint, **flat(to_dict(config))}
+def _check_same_start(config: RunConfig, data: Path | None, checkpoint: str | None, world: World) -> None:
+    """All processes must have been started alike; otherwise they would wait for each other for ever, or train something else.
+
+    Shards that are there already may have been made in other places: the trainer compares what is in them.
+    """
+    settings = {name: value for name, value in flat(to_dict(config)).items() if data is None or not name.startswith("data.")}
+    start = {"the version of torch": torch.__version__, "--checkpoint": checkpoint, **settings}
     world.same("the nodes were not started alike", start, "start all of them with the same command and the same installation")
 
 
