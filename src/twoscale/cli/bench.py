@@ -1,11 +1,11 @@
-"""`twoscale bench train | trace | decode | serve | load | quantize`: speed on this machine, as ratios within one run."""
+"""`twoscale bench train | scale | prepare | trace | decode | serve | load | quantize`: speed on this machine, as ratios within one run."""
 
 import dataclasses
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from twoscale.cli import bench_weights
+from twoscale.cli import bench_training, bench_weights
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, missing_package, presets
 from twoscale.config.dtypes import WeightDtype
@@ -13,7 +13,7 @@ from twoscale.config.dtypes import WeightDtype
 if TYPE_CHECKING:
     from twoscale.model import LoopedGPT
 
-KINDS = ("train", "trace", "decode", "serve", "load", "quantize")
+KINDS = ("train", "scale", "prepare", "trace", "decode", "serve", "load", "quantize")
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,10 @@ def run(args: list[str]) -> int:
         return (others or [_decode])[0](decode)
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
+    if args[0] == "scale":
+        return bench_training.scale(parse(bench_training.BenchScaleArgs, args[1:], "twoscale bench scale"))
+    if args[0] == "prepare":
+        return bench_training.prepare(parse(bench_training.BenchPrepareArgs, args[1:], "twoscale bench prepare"))
     if args[0] == "load":
         return bench_weights.load(parse(bench_weights.BenchLoadArgs, args[1:], "twoscale bench load"))
     if args[0] == "quantize":

@@ -29,7 +29,7 @@ COMMANDS = {
     "export": "write the model as a folder that transformers opens",
     "report": "write RUN/report/index.html: figures, tables, the claims and their verdicts",
     "reproduce": "the main job in one folder: prepare, train, evaluate, trace, report; skips what is done",
-    "bench": "measure speed on this machine (bench train, scale, prepare, trace, decode, serve)",
+    "bench": "measure speed on this machine (bench train, scale, prepare, decode, ...)",
 }
 
 

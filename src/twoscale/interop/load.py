@@ -18,7 +18,7 @@ from twoscale.config.serial import from_dict, read_json
 from twoscale.data import Tokenizer
 from twoscale.interop.families import FAMILIES, Ours
 from twoscale.interop.fill import Content, fill, plain_content, quantized_content
-from twoscale.interop.weights import Outline, Weights
+from twoscale.interop.weights import Outline, ShardedWeights, Weights
 from twoscale.model import LoopedGPT
 from twoscale.model.quantized import GROUP
 from twoscale.tradeoff.load_run import StoredCalibration
@@ -59,7 +59,8 @@ def read_folder(folder: Path) -> Content:
     if config is None:
         if (problem := ckpt.fault(folder)) is not None:
             raise UserError(f"the checkpoint {folder} is damaged ({problem})")
-        return _mapped(ckpt.load_config(folder).model, Weights(folder), _ours(""), ())
+        weights = ShardedWeights(folder) if ckpt.is_sharded(folder) else Weights(folder)
+        return _mapped(ckpt.load_config(folder).model, weights, _ours(""), ())
     if settings["model_type"] != "twoscale":
         return _mapped(config, Weights(folder), *FAMILIES[settings["model_type"]][1:])
     if (stored := _stored_dtype(settings, folder)) is not None:

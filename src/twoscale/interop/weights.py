@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.config.run_folder import MODEL
+from twoscale.config.run_folder import MODEL, SHARDS
 from twoscale.config.serial import read_json
 from twoscale.train.checkpoint import read_header
 
@@ -75,6 +75,28 @@ class Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+class ShardedWeights(Weights):
+    """The same of a sharded checkpoint; a tensor is put together from its parts when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        from twoscale.train.sharded import MODEL_PREFIX, read_manifest
+
+        self.folder, self.used = folder, set()
+        entries = {name: entry for name, entry in read_manifest(folder).items() if name.startswith(MODEL_PREFIX)}
+        self.entries = {name.removeprefix(MODEL_PREFIX): (name, entry) for name, entry in entries.items()}
+        self.places = dict.fromkeys(self.entries, folder / SHARDS)
+        self.shapes = {name: entry.shape for name, (_, entry) in self.entries.items()}
+        self.dtypes = {name: entry.dtype for name, (_, entry) in self.entries.items()}
+
+    def _read(self, name: str) -> Tensor:
+        from twoscale.train.sharded import DTYPES, load_parts
+
+        stored, entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        load_parts(self.folder, {stored: entry}, {stored: tensor}, alone=True)
+        return tensor
 
 
 class Outline(Mapping[str, Tensor]):
