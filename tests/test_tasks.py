@@ -87,6 +87,32 @@ def test_a_sample_is_a_function_of_its_number(numbers: list[int], seed: int) -> 
         assert torch.equal(together.progress, torch.cat([b.progress for b in alone]))
 
 
+def test_unknown_carry() -> None:
+    """With `unknown="either"` questions, answers and depths stay; a step's target is a coin's until the places seen so far tell the carry."""
+    D = 8
+    plain, unsure = (Carry(D, unknown=unknown).batch(range(400)) for unknown in ("no_carry", "either"))  # type: ignore[arg-type]
+    assert torch.equal(plain.ids, unsure.ids) and torch.equal(plain.targets, unsure.targets) and torch.equal(plain.depth, unsure.depth)
+    heads, flips = 0, 0
+    for ids, targets in zip(plain.ids.tolist(), unsure.progress[:, 2 * D :].tolist(), strict=True):
+        sums = [a + b for a, b in zip(ids[:D], ids[D : 2 * D], strict=True)]
+        for i, steps in enumerate(targets):
+            coins = set()
+            for k, target in enumerate(steps, start=1):
+                seen = range(max(0, i - k + 1), i)  # the k - 1 places below
+                outcomes = set()  # of the digit, over both carries into the lowest place that is seen
+                for carry in (0,) if seen.start == 0 else (0, 1):
+                    for place in seen:
+                        carry = int(sums[place] + carry > 9)
+                    outcomes.add((sums[i] + carry) % 10)
+                assert target in outcomes
+                if len(outcomes) == 2:
+                    coins.add(target == (sums[i] + 1) % 10)
+            assert len(coins) < 2  # one coin for a digit
+            flips += len(coins)
+            heads += sum(coins)
+    assert abs(heads - flips / 2) < 4 * (flips / 4) ** 0.5
+
+
 def test_samples_differ() -> None:
     """Other numbers, other seeds and held-out samples are other samples; hop counts, nodes and digits are drawn evenly."""
     task = Hops(16, 12, 8)
@@ -118,7 +144,7 @@ def test_task_file(task: Task, tmp_path: Path) -> None:
 def test_task_of_a_config() -> None:
     """A run's config names its task; a text run has none."""
     assert task_of(RunConfig()) is None
-    assert task_of(presets.hops()) == Hops(16, 12, 8) and task_of(presets.carry()) == Carry(12)
+    assert task_of(presets.hops()) == Hops(16, 12, 8) and task_of(presets.carry()) == Carry(12, unknown="either")
     config = RunConfig(task="hops", hops=HopsConfig(nodes=5, hops=2, queries=1, edges="pairs"))
     assert task_of(config) == Hops(5, 2, 1, "pairs")
 
@@ -212,6 +238,7 @@ def task_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--hops.nodes", 8, "--hops.hops", 9), "hops.hops = 9 is above hops.nodes = 8"),
         (("--hops.edges", "words"), "invalid choice 'words'"),
         (("--carry.nines", 2), "carry.nines = 2.0"),
+        (("--carry.unknown", "both"), "no_carry"),
         (("--model.block-size", 9, *TINY), "a sample of hops has 10 tokens, model.block_size is 9"),
         (("--model.vocab-size", 9, *TINY), "the task hops has 24 tokens, model.vocab_size is 9"),
         (("--data-dir", "."), "makes its own samples"),

@@ -110,7 +110,7 @@ def hops() -> RunConfig:
 
 def carry() -> RunConfig:
     """The task carry with 12 digits on one plain layer and a group of two at width 64: about five minutes on two cores."""
-    base, task = hops(), CarryConfig()
+    base, task = hops(), CarryConfig(unknown="either")
     model = replace(base.model, vocab_size=task.vocab_size, block_size=task.length, mean_loops=8)
     train = replace(base.train, steps=1000, loops_ramp=600, decay_steps=300, eval_interval=100, geometry_interval=200)
     return replace(base, name="carry", model=model, train=train, task="carry", carry=task)

@@ -56,11 +56,16 @@ class CarryConfig:
     """D: digits of each number and of the sum, which is taken modulo 10^D."""
     nines: float = 0.5
     """Share of the places whose two digits add up to 9, which pass a carry on; 0.1 is the share among uniform digits."""
+    unknown: Literal["no_carry", "either"] = "no_carry"
+    """Target of a loop step at which the carry into a digit cannot be known yet (objective `progress`). `no_carry`: the digit without it;
+    `either`: the digit with or without it, by a coin, so that the model learns to be unsure until it knows."""
 
     def __post_init__(self) -> None:
         _whole("carry.digits", self.digits, 1, MAX_DIGITS)
         if not 0 <= self.nines <= 1:
             raise UserError(f"carry.nines = {self.nines}: a share lies between 0 and 1")
+        if self.unknown not in ("no_carry", "either"):
+            raise UserError(f"carry.unknown = {self.unknown!r}: choose one of no_carry, either")
 
     @property
     def vocab_size(self) -> int:
