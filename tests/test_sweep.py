@@ -75,6 +75,9 @@ def test_everything_is_measured(swept: Path) -> None:
     assert all("ce_table" in p for f in ("oracle-stay", "oracle-lagrange") for p in sweep.family(f))
     kl = sweep.family("kl")[0]
     assert kl["flops_looks"] > 0 and kl["hard"]["tokens"] and len(kl["hard"]["by_loss"]) == 8
+    kinds = kl["hard"]["kinds"]
+    assert sum(row["tokens"] for row in kinds) <= sweep.header["tokens"] and all(row["low"] <= row["steps"] <= row["high"] for row in kinds)
+    assert {"first of a word", "inside a word", "space"} <= {row["kind"] for row in kinds}  # the run's tokens are bytes
 
 
 def test_repeatable_and_resumed(swept: Path, trained: Path, tmp_path: Path, cli: CommandLine) -> None:

@@ -88,7 +88,7 @@ def test_a_sample_is_a_function_of_its_number(numbers: list[int], seed: int) -> 
 
 
 def test_unknown_carry() -> None:
-    """With `unknown="either"` questions, answers and depths stay; a step's target is a coin's until the places seen so far tell the carry."""
+    """With `unknown="either"` questions, answers and depths stay; a target is a coin's until the places seen tell the carry."""
     D = 8
     plain, unsure = (Carry(D, unknown=unknown).batch(range(400)) for unknown in ("no_carry", "either"))  # type: ignore[arg-type]
     assert torch.equal(plain.ids, unsure.ids) and torch.equal(plain.targets, unsure.targets) and torch.equal(plain.depth, unsure.depth)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from twoscale.report import depth_figures, depth_panels, figures, interactive, tradeoff_figures, tradeoff_panels
+from twoscale.report import depth_figures, depth_panels, figures, interactive, kind_figures, tradeoff_figures, tradeoff_panels
 from twoscale.report.interactive import Panel
 from twoscale.report.load import RunFiles
 
@@ -49,6 +49,10 @@ def _is_swept(run: RunFiles) -> bool:
 
 def _has_steps(run: RunFiles) -> bool:
     return run.sweep is not None and _is_swept(run) and bool(tradeoff_figures.shown_points(run.sweep))
+
+
+def _has_kinds(run: RunFiles) -> bool:
+    return run.sweep is not None and _is_swept(run) and bool(kind_figures.points_with_kinds(run.sweep))
 
 
 def _has_staircase(run: RunFiles) -> bool:
@@ -189,6 +193,16 @@ FIGURES: tuple[FigureEntry, ...] = (
         print=tradeoff_figures.hard_tokens,
         page=tradeoff_panels.hard_tokens,
         available=_has_steps,
+        swept=True,
+    ),
+    FigureEntry(
+        "token_kinds",
+        "Which kinds of tokens take longest",
+        "Mean steps of a token by its own kind, each rule at the setting of the figures above, with 95 % intervals over documents. A name "
+        "is a word with a capital letter that does not begin a sentence.",
+        print=kind_figures.token_kinds,
+        page=kind_figures.token_kinds_page,
+        available=_has_kinds,
         swept=True,
     ),
 )

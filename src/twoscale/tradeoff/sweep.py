@@ -27,6 +27,7 @@ from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.latency import REFERENCE, LatencyTimer, parties
 from twoscale.tradeoff.points import Point, Seen, Table, mixed_depths, same_depths
 from twoscale.tradeoff.summary import Sweep, read_sweep
+from twoscale.tradeoff.token_kinds import steps_by_kind
 from twoscale.train.metrics import ProgressLine
 from twoscale.train.world import World
 
@@ -205,7 +206,8 @@ class Sweeper:
             depths = exit.depths if exit.depths.dim() == 3 else exit.depths[..., None].expand(*exit.depths.shape, c.n_groups)
             record["ce_table"] = float(self._table().at(depths).mean())
         elif exit is not None and not point.family.startswith(("fixed", "random")):
-            record["hard"] = hard_tokens(self.text, found, self.full, self.spell)
+            kinds = steps_by_kind(self.text, found, self.spell)
+            record["hard"] = hard_tokens(self.text, found, self.full, self.spell) | {"kinds": kinds}
         return record
 
     def _time(self, wanted: dict[str, Exit | None], timed: set[tuple[int, str]], line: ProgressLine | None, done: int) -> None:

@@ -18,7 +18,7 @@ from twoscale.tradeoff.signals import at_threshold, record_signals
 TASK_RULES = (
     "step-norm", "step-norm:relative=true", "acceleration:hits=1", "acceleration", "acceleration:normalize=state,hits=1",
     "acceleration:normalize=state", "acceleration:normalize=steps,hits=1", "acceleration:normalize=steps", "cosine", "kl", "min-p-kl",
-    "entropy", "argmax-stable", "confidence", "gate",
+    "entropy", "argmax-stable", "confidence", "confidence:hits=2", "gate",
 )  # fmt: skip
 LEVELS = 256  # settings of a rule that can be chosen
 CURVE = 8  # of them, spread evenly, that are measured whatever they cost
