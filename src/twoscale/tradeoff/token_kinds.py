@@ -44,7 +44,7 @@ def _kind(first: str, joined: bool, before: str) -> str:
 
 def steps_by_kind(text: HeldOut, evaluation: Evaluation, spell: Callable[[int], str]) -> list[dict[str, Any]]:
     """Mean steps (over groups) of the tokens of each kind that occurs often enough, most steps first, with 95 % intervals."""
-    spelling = {i: spell(i) for i in text.ids.unique().tolist()}
+    spelling = {i: spell(i) for i in np.unique(text.ids.numpy()).tolist()}
     kinds = np.array([kinds_of(spelling[i] for i in row) for row in text.ids.tolist()])  # (N, T)
     steps, clusters = evaluation.steps.double().mean(dim=-1).numpy(), text.clusters.numpy()
     rows = [_row(kind, steps[kinds == kind], clusters[kinds == kind]) for kind in KINDS if (kinds == kind).sum() >= FEWEST]
