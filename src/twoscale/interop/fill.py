@@ -21,6 +21,7 @@ from twoscale.model.quantized import Matrix, scales_shape
 from twoscale.train import checkpoint as ckpt
 
 SCALE = "_scale"  # a matrix NAME in int8 has its scales as NAME_scale
+LARGE = 1 << 22  # entries of a weight
 SAFETENSORS = {"bf16": "BF16", "int8": "I8"}
 
 
@@ -101,12 +102,14 @@ def fill(content: Content, dtype: DtypeChoice, device: torch.device) -> LoopedGP
     for name in content.by_size():
         weight = content.read[name]()
         store.put(name, weight if as_stored or isinstance(weight, Tensor) else weight.dequantize())
-    _return_freed_memory()
+        del weight
+        if content.sizes[name] >= LARGE:
+            _return_freed_memory()
     return store.model
 
 
 def _return_freed_memory() -> None:
-    """Gives what rounding took back to the system; glibc would keep some hundred megabytes of it."""
+    """Gives what rounding a weight took back to the system; glibc would keep some hundred megabytes of it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
