@@ -20,6 +20,7 @@ from twoscale.engine.kernels.native import NativeEmbedding, NativeLinear
 from twoscale.engine.kernels.panels import Panels, pack
 from twoscale.engine.kernels.quantize import matrices_of, quantize
 from twoscale.engine.request import Request, SamplingParams
+from twoscale.geometry.spectrum import loop_spectral_radius
 from twoscale.model import LoopedGPT
 from twoscale.model.quantized import GROUP, QuantizedEmbedding, QuantizedLinear, quantize_matrix
 
@@ -140,9 +141,10 @@ def test_memory_of_a_quantized_model() -> None:
 
 
 def test_quantized_models_are_not_trained() -> None:
-    """A quantised model refuses training mode and another quantisation, in one line."""
+    """A quantised model refuses training mode, derivatives and another quantisation, in one line."""
     model = quantize(loud(small_model()), "int8")
-    for refused in (model.train, lambda: quantize(model, "bf16")):
+    traced = twoscale.trace(model, [[1, 2]], loops=2)
+    for refused in (model.train, lambda: quantize(model, "bf16"), lambda: loop_spectral_radius(model, traced, 0)):
         with pytest.raises(twoscale.UserError, match=r"fp32|another dtype"):
             refused()
     assert not model.eval().training

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from twoscale.config import UserError
 from twoscale.model import LoopedGPT
 from twoscale.model.noise import fold, keyed_normal
 from twoscale.tracing import Trace
@@ -36,6 +37,10 @@ def loop_spectral_radius(model: LoopedGPT, trace: Trace, group: int, iterations:
     Attention is causal, so the Jacobian is block-triangular over positions and this is the largest of its tokens' radii.
     """
     trace.check_model(model)
+    if model.weight_dtype != "fp32":
+        raise UserError(
+            f"a spectral radius needs derivatives, which weights in {model.weight_dtype} have not: load the model with dtype='fp32'"
+        )
     module, device = model.groups[group], next(model.parameters()).device
     rope = model.rope(torch.arange(trace.ids.shape[1], device=device))
     injected = module.inject(trace.inputs[group].to(device))
