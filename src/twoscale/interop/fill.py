@@ -21,7 +21,7 @@ from twoscale.model.quantized import Matrix, scales_shape
 from twoscale.train import checkpoint as ckpt
 
 SCALE = "_scale"  # a matrix NAME in int8 has its scales as NAME_scale
-LARGE = 1 << 22  # entries of a weight
+LARGE = 1 << 20  # entries of a weight
 SAFETENSORS = {"bf16": "BF16", "int8": "I8"}
 
 

@@ -18,7 +18,7 @@ from twoscale.config.dtypes import WeightDtype
 
 GROUP = 256  # inputs that share a scale
 MAX_LEVEL = 127  # the largest |q|
-BLOCK = 1 << 20  # weights that are converted at a time
+BLOCK = 1 << 18  # weights that are converted at a time
 
 
 @dataclass(frozen=True)
