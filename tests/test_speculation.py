@@ -58,8 +58,9 @@ class Recorder:
             request.append = self._append(request)  # type: ignore[method-assign]
         while scheduler.step():
             for request, found in zip(requests, self.caches, strict=True):
-                kept = request.cache
-                if kept is not None and not request.in_prefill and kept.length == request.n_computed:
+                kept, drafter = request.cache, scheduler._drafters.get(request)
+                drafting = drafter is not None and drafter.in_cycle  # drafts may have opened a level that the verification takes back
+                if kept is not None and not request.in_prefill and kept.length == request.n_computed and not drafting:
                     found[kept.length] = [
                         store[: layer.n_levels, :, : kept.length].clone() for layer in kept.layers for store in (layer.keys, layer.values)
                     ]

@@ -58,6 +58,11 @@ class Drafter:
         self._n_counted = 0
         self._plain_stages = sum(group is None for _, group in config.stages)
 
+    @property
+    def in_cycle(self) -> bool:
+        """Whether guesses have been drafted that are not verified yet: the cache may have levels that only drafts have reached."""
+        return self._drafts_left is not None
+
     def start_wave(self) -> Wave | None:
         """The positions of the request as a batch, if this cycle decodes by a wavefront."""
         if self.request.in_prefill or not isinstance(self.plan, Wavefront):
