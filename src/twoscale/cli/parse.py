@@ -4,13 +4,13 @@ import contextlib
 import io
 import os
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import tyro
 
 from twoscale.config import UserError
+from twoscale.config.progress import remark
 
 T = TypeVar("T")
 
@@ -67,4 +67,4 @@ def is_main_process() -> bool:
 def say(*words: object) -> None:
     """Progress and remarks go to stderr, results to stdout; of several processes the first one speaks."""
     if is_main_process():
-        print(*words, file=sys.stderr, flush=True)
+        remark(" ".join(map(str, words)))

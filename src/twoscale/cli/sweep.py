@@ -39,6 +39,8 @@ class SweepArgs:
     """How often times are taken."""
     controller: bool = True
     """Train (once) and compare a learned controller, on documents that are not measured on."""
+    few: bool = False
+    """On text: fewer baselines (fixed depths, random exits, oracles), in about half the time."""
     samples: int | None = None
     """On a task: held-out samples to certify on and to report on (128 by default); a quarter as many are fitted on."""
     max_accuracy_drop: float | None = None

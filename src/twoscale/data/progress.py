@@ -6,16 +6,22 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from twoscale.config.progress import listening
+
 
 class DocumentLine:
-    """A bar on a terminal, a line every few seconds elsewhere. Call it as prepare's `progress`."""
+    """A bar on a terminal, a line every few seconds elsewhere, or words for a listener. Call it as prepare's `progress`."""
 
     def __init__(self, seconds: float = 15.0) -> None:
         self.seconds, self.printed = seconds, time.monotonic()
-        self.bar = tqdm(unit=" documents", file=sys.stderr, dynamic_ncols=True) if sys.stderr.isatty() else None
+        self.listener = listening()
+        drawn = self.listener is None and sys.stderr.isatty()
+        self.bar = tqdm(unit=" documents", file=sys.stderr, dynamic_ncols=True) if drawn else None
 
     def __call__(self, documents: int, tokens: int, doing: str) -> None:
-        if self.bar is not None:
+        if self.listener is not None:
+            self.listener(f"{doing}, {documents:,} documents", 0.0)
+        elif self.bar is not None:
             self.bar.set_description_str(doing, refresh=False)
             self.bar.set_postfix_str(f"{tokens / 1e6:.2f}M training tokens", refresh=False)
             self.bar.update(documents - self.bar.n)

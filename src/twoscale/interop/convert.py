@@ -24,6 +24,7 @@ from twoscale.config.task import CarryConfig, HopsConfig
 from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
 from twoscale.geometry.probe import write_record
+from twoscale.interop import measured
 from twoscale.interop.load import BUNDLED, find, load, progress_of, recipe_of
 from twoscale.model import LoopedGPT, allocate
 from twoscale.tasks.file import load_task, save_task
@@ -104,6 +105,9 @@ def convert(
         ckpt.save_checkpoint(RunFolder(aside).checkpoints, config, reached, ckpt.model_tensors(model), {}, tokenizer)
         about = {"path": str(folder.resolve()), "config": fingerprint(folder / ckpt.CONFIG), "recipe": recipe is not None}
         about |= {"trained_on": TRAINED_ON} if folder == BUNDLED else {}
+        own_text = data is None and data_dir is None and block_size is None and not groups and loops is None
+        if own_text and task is None and measured.unpack(folder, aside):
+            about |= {"measured": fingerprint(RunFolder(aside).sweep)}
         write_json(RunFolder(aside).source, about)
         if out.exists():
             out.rmdir()

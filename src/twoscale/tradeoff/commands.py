@@ -61,6 +61,7 @@ def sweep(
     controller: bool = True,
     samples: int | None = None,
     max_accuracy_drop: float | None = None,
+    few: bool = False,
     checkpoint: str | None = None,
     data_dir: Path | None = None,
     progress: Progress | None = None,
@@ -69,9 +70,9 @@ def sweep(
 
     Written to RUN/sweep.jsonl line by line; what the file has is not measured again. `rules` are swept over `taus` (NAME:VALUE takes one
     setting as it is), `loops` is the most steps that a group may take (30 by default), `windows` how many held-out windows are measured on,
-    `rounds` how often times are taken. With `controller` a learned controller is trained (once) and compared. By default it is the newest
-    checkpoint, on the run's own held-out text. Where torchrun has started several processes they share the work, and each returns the whole
-    sweep.
+    `rounds` how often times are taken, `few` asks for fewer baselines. With `controller` a learned controller is trained (once) and
+    compared. By default it is the newest checkpoint, on the run's own held-out text. Where torchrun has started several processes they
+    share the work, and each returns the whole sweep.
 
     On a model of a task (`hops`, `carry`) all rules are swept, over thresholds that held-out samples suggest: accuracy of the answers and
     their steps by true depth, and for each rule the setting with the fewest steps whose accuracy is certified to drop by no more than
@@ -114,7 +115,7 @@ def sweep(
             words = TASK_RULES if tuple(rules) == RULES else tuple(rules)
             return sweep_task(opened, about, loops, words, learned, samples, max_accuracy_drop, say, quiet=progress is None)
         calibrated = calibrated_exit(run, opened.about, must=False)
-        points = grid(opened.model.config, loops, tuple(rules), tuple(taus), learned, calibrated)
+        points = grid(opened.model.config, loops, tuple(rules), tuple(taus), learned, calibrated, few)
         sweeper = Sweeper(
             opened.model, opened.text("report", windows), loops, *about, windows,
             lambda token: opened.tokenizer.decode([token]), opened.source, quiet=progress is None,

@@ -30,6 +30,7 @@ PRICES = (0.001, 0.003, 0.01, 0.03)  # nats a step that the second one pays
 DEPTHS = (1, 2, 4)  # of one group, the others at full depth
 MIXED = 27  # combinations of depths in different groups that the second oracle may choose from as well
 SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # fixed depths of which a point is made
+FEW = (1, 2, 3, 4, 6, 8, 12, 20)  # of them, in a short sweep
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,13 @@ def grid(
     taus: Sequence[float] = TAUS,
     learned: exits.Learned | None = None,
     calibrated: Mapping[int, exits.Rule] | None = None,
+    few: bool = False,
 ) -> list[list[Point]]:
-    """All points, in rounds: a round needs only what earlier ones have measured."""
+    """All points, in rounds: a round needs only what earlier ones have measured. `few`: fewer baselines."""
     first = [Point("full", "full", float(loops), lambda seen: None)]
-    depths = sorted({*SHOWN, config.mean_loops})  # savings are quoted against the default depth
+    depths = sorted({*(FEW if few else SHOWN), config.mean_loops})  # savings are quoted against the default depth
     first += [Point(f"fixed:{k}", "fixed", float(k), _same(exits.Fixed(k))) for k in depths if k < loops]
-    if config.n_groups > 1:
+    if config.n_groups > 1 and not few:
         first += [
             Point(f"fixed:{k}@{g}", "fixed-one", float(k), _same({g: exits.Fixed(k)}), f"{plural(k, 'step')} in {group_label(g, layers)}")
             for g, layers in enumerate(config.groups)
@@ -119,9 +121,9 @@ def grid(
         words = [_short(calibrated.get(g)) for g in range(config.n_groups)]
         ruled.append(Point(f"calibrated {' '.join(words)}", "calibrated", None, _same(dict(calibrated)), f"calibrated: {', '.join(words)}"))
     leading = [p for p in ruled if p.family in ("acceleration", "calibrated")] or ruled
-    after = [Point(f"random~{p.id}", "random", p.setting, as_random(p.id, loops)) for p in leading]
-    after += [Point(f"oracle-stay:{eps!r}", "oracle-stay", eps, _stay(eps)) for eps in NEAR]
-    after += [Point(f"oracle-lagrange:{price!r}", "oracle-lagrange", price, _lagrange(price)) for price in PRICES]
+    after = [Point(f"random~{p.id}", "random", p.setting, as_random(p.id, loops)) for p in (leading[-3:] if few else leading)]
+    after += [Point(f"oracle-stay:{eps!r}", "oracle-stay", eps, _stay(eps)) for eps in (NEAR[1::2] if few else NEAR)]
+    after += [Point(f"oracle-lagrange:{price!r}", "oracle-lagrange", price, _lagrange(price)) for price in (PRICES[::2] if few else PRICES)]
     return [first, ruled, after]
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from twoscale.config import RunConfig, UserError, missing_package
 from twoscale.config.files import atomic_write
+from twoscale.config.progress import listening
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_steps, to_dict
 
@@ -113,15 +114,20 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 class ProgressLine:
-    """A bar on a terminal; elsewhere a line every few seconds."""
+    """A bar on a terminal; elsewhere a line every few seconds, or words for a listener."""
 
     def __init__(self, done: int, total: int, title: str, out: TextIO | None = None) -> None:
         self.out = out or sys.stderr
         self.first, self.total, self.title = done, total, title
         self.started = self.printed = time.monotonic()
-        self.bar = tqdm(total=total, initial=done, desc=title, file=self.out, dynamic_ncols=True) if self.out.isatty() else None
+        self.listener = listening()
+        drawn = self.listener is None and self.out.isatty()
+        self.bar = tqdm(total=total, initial=done, desc=title, file=self.out, dynamic_ncols=True) if drawn else None
 
     def update(self, done: int, text: str) -> None:
+        if self.listener is not None:
+            self.listener(f"{done}/{self.total}  {text}", done / max(1, self.total))
+            return
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(done - self.bar.n)

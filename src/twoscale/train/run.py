@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from twoscale.config import RunConfig, UserError
 from twoscale.config.files import make_folder, write_json
 from twoscale.config.lock import lock
+from twoscale.config.progress import remark
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, to_dict
 from twoscale.config.words import group_list, plural
@@ -57,7 +57,7 @@ def start_run(
                 _open_folder(config, run, data, progress, init)
         trainer = Trainer(config, run, data, world, checkpoint, probes, None if init is None else init[0])
         if world.main:
-            print(describe(trainer, world), file=sys.stderr, flush=True)
+            remark(describe(trainer, world))
         result = trainer.train()
         if world.main and result.finished:
             write_staircase(run, config)
@@ -128,7 +128,7 @@ def _open_folder(
     if data == RunFolder(run).data:
         skipped = describe_skipped(prepare(config.data, data, progress))
         if skipped is not None:
-            print(skipped, file=sys.stderr, flush=True)
+            remark(skipped)
     tokenizer = Tokenizer.load(data)
     if trained and RunFolder(run).tokenizer.exists() and Tokenizer.load(run).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data} was made with another tokenizer than the run in {run}: give the run's own shards with --data-dir")
