@@ -22,6 +22,7 @@ class ExploreArgs:
 
     A model that was trained on a task (its folder has a task.json) gets the task's page instead: for hops the permutation as a graph,
     the walk of a query step by step, and the steps of every answer beside its true depth; for carry the sum with the steps of every digit.
+    Beside the page of the model there is one of a model in the package: `hops` beside text, `bundled` beside a task.
     """
 
     model: Annotated[str, tyro.conf.Positional] = "bundled"
@@ -41,13 +42,15 @@ def run(args: list[str]) -> int:
     if not 0 <= parsed.port <= 65535:
         raise UserError("--port lies between 0 and 65535")
     try:
-        from twoscale.explore.page import launch
+        from twoscale.explore.app import launch
     except ModuleNotFoundError as error:
         raise missing_package(f"the explorer needs {error.name}", "explore") from None
     session = open_session(parsed.model, parsed.dtype, parsed.device)
-    session.warm_up()
+    sessions = [session, open_session("hops" if session.task is None else "bundled")]
+    for opened in sessions:
+        opened.warm_up()
     try:
-        page, address = launch(session, parsed.host, parsed.port or None, block=False)
+        page, address = launch(sessions, parsed.host, parsed.port or None, block=False)
     except OSError as error:
         raise UserError(f"cannot listen on {parsed.host}:{parsed.port}: {error}; choose another --port") from None
     print(address, flush=True)
@@ -58,7 +61,7 @@ def run(args: list[str]) -> int:
 
 def open_session(name: str, dtype: DtypeChoice = "auto", device: str = "cpu"):  # type: ignore[no-untyped-def]
     """The model with its calibration, where it has one that fits, and its task, where it was trained on one."""
-    from twoscale.config.run_folder import RunFolder
+    from twoscale.config.run_folder import IN_THE_PACKAGE, RunFolder
     from twoscale.explore.session import Session
     from twoscale.interop import find, load
     from twoscale.tasks.file import load_task
@@ -73,4 +76,4 @@ def open_session(name: str, dtype: DtypeChoice = "auto", device: str = "cpu"):  
         calibrated = calibration_for(folder, model.weight_dtype)
     except UserError:
         calibrated = None
-    return Session(model, tokenizer, name if name == "bundled" else Path(folder).resolve().name, calibrated, task)
+    return Session(model, tokenizer, name if name in IN_THE_PACKAGE else Path(folder).resolve().name, calibrated, task)

@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, attr-defined"
 """Controls that the text page and the task page share."""
 
+import math
+
 import gradio as gr
 
 from twoscale import exits
@@ -8,6 +10,15 @@ from twoscale.explore import figures
 from twoscale.explore.session import MAX_LOOPS, Session
 
 LOW, HIGH = -6.0, 2.0  # the threshold's slider, in powers of ten
+
+
+def within(text: str | None, low: float, high: float, otherwise: float) -> float:
+    """The number that an address gives, of the kind of `otherwise`, which stands where there is none or it is out of range."""
+    try:
+        number = float(text) if text is not None else math.nan
+    except ValueError:
+        return otherwise
+    return type(otherwise)(number) if low <= number <= high else otherwise
 
 
 def exit_controls(session: Session, rule: str, power: float) -> tuple[gr.Dropdown, gr.Slider]:

@@ -2,31 +2,81 @@
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 from torch import Tensor
 
 from twoscale.config.words import all_loops, group_label, plural
-from twoscale.explore.session import Inspection, Lane, Race
-from twoscale.report.style import GROUP_COLOURS, step_colour, step_share, visible
+from twoscale.explore.session import Inspection, Lane, Race, Said
+from twoscale.report.style import GROUP_COLOURS, step_colour, visible
 from twoscale.report.words import against_default
 
+BEHIND = 4  # steps that a table shows behind the one after which the token left, besides the last
 GREY = "#8a94a0"  # axes and grids that can be read on white and on black
 
 
-def tokens_html(lane: Lane, loops: Sequence[int], selected: int | None = None, difference: int | None = None) -> str:
-    """The text, one span a token, coloured by its steps; each can be clicked."""
-    spans = []
+def tokens_html(
+    lane: Lane,
+    scale: tuple[float, float] | None,
+    selected: int | None = None,
+    differs: Mapping[int, str] | None = None,
+) -> str:
+    """The text, one span a token; each can be clicked.
+
+    New tokens are coloured by their steps from the fewest to the most of `scale`; None leaves them without colour. `differs` frames
+    tokens, with words for each.
+    """
+    spans, marked = [], differs or {}
     for i, (piece, steps) in enumerate(zip(lane.pieces, lane.steps, strict=True)):
         if not piece:
             continue
-        kind = "tok" + " given" * (i < len(lane.prompt)) + " on" * (i == selected) + " differs" * (i == difference)
+        kind = "tok" + " given" * (i < len(lane.prompt)) + " on" * (i == selected) + " differs" * (i in marked)
         tooltip = "nothing chose it" if steps is None else f"{' / '.join(map(str, steps))} steps"
-        colour = "" if steps is None or i < len(lane.prompt) else f" style='background:{step_colour(step_share(steps, loops))}'"
-        spans.append(f"<span class='{kind}' data-i='{i}' role='button' tabindex='0' title='{tooltip}'{colour}>{html.escape(piece)}</span>")
+        tooltip = html.escape(f"{tooltip}; {marked[i]}" if marked.get(i) else tooltip)
+        colour = ""
+        if steps and i >= len(lane.prompt) and scale is not None:
+            colour = f" style='background:{step_colour(scaled(sum(steps) / len(steps), scale))}'"
+        spans.append(f'<span class="{kind}" data-i="{i}" role="button" tabindex="0" title="{tooltip}"{colour}>{html.escape(piece)}</span>')
     return f"<div class='text'>{''.join(spans)}{'' if lane.done else '<span class=caret>▏</span>'}</div>"
+
+
+def scaled(steps: float, scale: tuple[float, float]) -> float:
+    """Where a number of steps lies between the fewest (0) and the most (1) that occur; 0 where all are equal."""
+    low, high = scale
+    return (steps - low) / (high - low) if high > low else 0.0
+
+
+def other_words(race: Race) -> dict[int, str]:
+    """For each token where the full run on the same text would have chosen otherwise: what, and both probabilities."""
+    return {
+        i: f"all loops, on this text, would have chosen “{visible(o.token)}” ({_percent(o.share)}; this one has {_percent(o.kept)} there, "
+        f"{_percent(o.mine)} with exits)"
+        for i, o in (race.others or {}).items()
+    }
+
+
+def others_html(race: Race) -> str:
+    """The same as a table, for those who cannot hover; folded."""
+    quick = race.quick
+    if race.others is None:
+        return ""
+    if not race.others:
+        return f"<div class='note'>On this text all loops would have chosen every one of the {plural(quick.new, 'token')}.</div>"
+    rows = "".join(
+        f"<tr><td>{i - len(quick.prompt) + 1}</td><td><code>{html.escape(visible(quick.pieces[i]))}</code></td><td>{_percent(o.mine)}</td>"
+        f"<td>{_percent(o.kept)}</td><td><code>{html.escape(visible(o.token))}</code></td><td>{_percent(o.share)}</td></tr>"
+        for i, o in sorted(race.others.items())
+    )
+    head = (
+        "<tr><th>new token</th><th>in this text</th><th>with exits</th><th>all loops</th><th>all loops would choose</th>"
+        "<th>all loops</th></tr>"
+    )
+    return (
+        f"<details><summary>At {len(race.others)} of {plural(quick.new, 'token')} all loops, reading the same text, would have chosen "
+        f"otherwise (dashed)</summary><div class='scroll'><table class='said'>{head}{rows}</table></div></details>"
+    )
 
 
 def lane_words(lane: Lane, layers: list[int]) -> str:
@@ -48,7 +98,7 @@ def race_words(race: Race) -> str:
     same = (
         f"the same text so far ({plural(both, 'token')})"
         if where is None
-        else f"first difference at new token {where - len(quick.prompt) + 1}"
+        else f"the texts part at new token {where - len(quick.prompt) + 1}"
     )
     work = against_default(quick.mean_steps(race.layers), race.mean_loops)
     return f"{work} · **{full.ms / quick.ms:.2f}x** as fast as {_all(race.loops)} · {same}"
@@ -59,15 +109,25 @@ def _all(loops: Sequence[int]) -> str:
     return all_loops(loops[0]) if len(set(loops)) == 1 else f"all {' / '.join(map(str, loops))} loops"
 
 
-def legend(loops: Sequence[int], difference: bool = True) -> str:
-    """The colours in words; `difference`: there is a second text to differ from."""
-    mean = " (mean over groups)" if len(loops) > 1 or difference else ""
-    frame = "; a dashed frame marks the first difference" if difference else ""
+def legend(low: float, high: float, words: str = "") -> str:
+    """The colours in words; `words` come behind them."""
+    if high <= low:
+        return f"<div class='legend'><span>{_steps(low)} for every token{words}</span></div>"
     stops = ", ".join(step_colour(i / 10) for i in range(11))
     return (
-        f"<div class='legend'><span>1 step</span><span class='ramp' style='background:linear-gradient(to right, {stops})'></span>"
-        f"<span>{max(loops)} steps{mean}{frame}</span></div>"
+        f"<div class='legend'><span>{_steps(low)}</span><span class='ramp' style='background:linear-gradient(to right, {stops})'></span>"
+        f"<span>{_steps(high)}{words}</span></div>"
     )
+
+
+def race_legend(race: Race) -> str:
+    """The colours of the text with exits: from the fewest to the most steps that occur in it."""
+    mean = ", mean over groups" if len(race.loops) > 1 else ""
+    return legend(*race.scale, f"{mean}; dashed: all loops, on the same text, would have chosen otherwise")
+
+
+def _steps(n: float) -> str:
+    return "1 step" if n == 1 else f"{n:g} steps" if n == int(n) else f"{n:.1f} steps"
 
 
 def calibrated_mark(name: str, values: Sequence[float | None], low: float, high: float, groups: Sequence[str]) -> str:
@@ -138,27 +198,52 @@ def _curve(found: Inspection, values: Tensor, first: int, title: str, log: bool 
 
 
 def said_html(found: Inspection) -> str:
-    """The likeliest tokens after each loop step, group by group; the step at which the token left is marked, and so is what was chosen."""
-    parts = []
-    for g, steps in reversed(list(enumerate(found.said))):
-        rows = []
-        for k, said in enumerate(steps, start=1):
-            cells = "".join(
-                f"<td class='{'hit' if number == found.id else ''}'><code>{html.escape(visible(token))}</code> {_percent(share)}</td>"
-                for number, token, share in zip(said.ids, said.tokens, said.shares, strict=True)
-            )
-            left = k == found.taken[g]
-            rows.append(
-                f"<tr class='{'left' if left else ''}'><th>{k}{' ★' if left else ''}</th>{cells}<td>{_percent(said.chosen)}</td></tr>"
-            )
-        last = g == len(found.said) - 1
-        parts.append(
-            f"<details{' open' if last else ''}><summary>after each step of {html.escape(group_label(g, found.groups[g]))}</summary>"
-            f"<div class='scroll'><table class='said'>"
-            f"<tr><th>step</th><th colspan='{len(steps[0].tokens)}'>likeliest tokens</th><th>the chosen one</th></tr>"
-            f"{''.join(rows)}</table></div></details>"
-        )
-    return "".join(parts)
+    """The likeliest tokens after each loop step, group by group, and what the model said in the end; the step at which the token left is
+    marked, and so is what was chosen. The reading by the head alone is folded below."""
+    parts = [_group_table(found, g, found.said[g], g == len(found.said) - 1) for g in reversed(range(len(found.said)))]
+    lens = "".join(_group_table(found, g, found.lens[g], False) for g in reversed(range(len(found.lens))))
+    extra = (
+        "<details class='lens'><summary>The same by the lens: the head on the state itself</summary><div class='note'>The layers behind "
+        f"the groups are left out, so the lens may say something that the model never would.</div>{lens}</details>"
+        if lens
+        else ""
+    )
+    return f"<div class='note'>{_reading(found)}</div>{''.join(parts)}{extra}"
+
+
+def _reading(found: Inspection) -> str:
+    """How the table is read."""
+    later = " (groups behind it are skipped)" if len(found.said) > 1 else ""
+    return (
+        f"Steps are those of a run with all loops over the same text, each read through the plain layers behind the last group{later}; "
+        "★ the step after which the token left. The last row is what the model said when it wrote the token."
+    )
+
+
+def _group_table(found: Inspection, g: int, steps: Sequence[Said], last: bool) -> str:
+    rows = []
+    for k, said in enumerate(steps, start=1):
+        left, behind = k == found.taken[g], k - found.taken[g]
+        if behind == BEHIND + 1 and k < len(steps):
+            rows.append(f"<tr class='note'><th>…</th><td colspan='{len(said.tokens) + 1}'>steps {k} to {len(steps) - 1}</td></tr>")
+        if behind <= BEHIND or k == len(steps):
+            rows.append(_said_row(found, said, f"{k}{' ★' if left else ''}", "left" if left else ""))
+    if last and found.answer is not None:
+        rows.append(_said_row(found, found.answer, "the model", "answer"))
+    return (
+        f"<details{' open' if last else ''}><summary>after each step of {html.escape(group_label(g, found.groups[g]))}</summary>"
+        f"<div class='scroll'><table class='said'>"
+        f"<tr><th>step</th><th colspan='{len(steps[0].tokens)}'>likeliest tokens</th><th>the chosen one</th></tr>"
+        f"{''.join(rows)}</table></div></details>"
+    )
+
+
+def _said_row(found: Inspection, said: Said, name: str, kind: str) -> str:
+    cells = "".join(
+        f"<td class='{'hit' if number == found.id else ''}'><code>{html.escape(visible(token))}</code> {_percent(share)}</td>"
+        for number, token, share in zip(said.ids, said.tokens, said.shares, strict=True)
+    )
+    return f"<tr class='{kind}'><th>{name}</th>{cells}<td>{_percent(said.chosen)}</td></tr>"
 
 
 def inspection_words(found: Inspection) -> str:

@@ -3,10 +3,11 @@
 Shapes: G group, K loop step, C width, V vocabulary.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -15,16 +16,19 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.data import Pieces, Tokenizer
-from twoscale.engine import Request, SamplingParams, loop_params, stream
+from twoscale.engine import Request, SamplingParams, forward, loop_params, stream
+from twoscale.engine.request import Draw
+from twoscale.engine.sample import sample
 from twoscale.geometry import pca, steps as step_statistics
 from twoscale.geometry.record import group_names
-from twoscale.model import LoopedGPT
+from twoscale.model import LoopedGPT, LoopGroup
 from twoscale.tasks.task import Task
-from twoscale.tracing import trace
+from twoscale.tracing import Trace, trace
 
 MAX_TOKENS = 512  # prompt and answer: bounds what one visitor can make us hold
 MAX_LOOPS = 64
 TOP = 5
+CODA = 1 << 24  # numbers in a batch that goes through the layers behind the last group
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,6 +45,8 @@ class Lane:
     """The text that each of them adds."""
     steps: list[tuple[int, ...] | None]
     """For each token the steps, in each group, of the pass that chose it; None for the first one, which nothing chose."""
+    answers: list["Said"] = field(default_factory=list)
+    """For each new token what the model said in that pass."""
     seconds: float = 0.0
     """Spent so far, the prompt included."""
     first: float = 0.0
@@ -62,7 +68,7 @@ class Lane:
         return sum(k * n for s in taken for k, n in zip(s, layers, strict=True)) / (len(taken) * sum(layers)) if taken else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Race:
     """The text with exits and the full run, as far as they have come."""
 
@@ -73,6 +79,15 @@ class Race:
     """Layers of each group."""
     mean_loops: int = 1
     """The model's default depth."""
+    others: dict[int, "Other"] | None = None
+    """Tokens of the text with exits, by their place, where the full run on the same text would have chosen otherwise; None until both texts
+    are written."""
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The fewest and the most steps, mean over groups, of a new token in the text with exits; colours go from one to the other."""
+        taken = [sum(s) / len(s) for s in self.quick.steps[len(self.quick.prompt) :] if s]
+        return (min(taken), max(taken)) if taken else (1.0, 1.0)
 
     @property
     def first_difference(self) -> int | None:
@@ -82,13 +97,26 @@ class Race:
 
 @dataclass(frozen=True)
 class Said:
-    """What the model would have said after one loop step: the likeliest tokens."""
+    """What the model said, or would have said after one loop step: the likeliest tokens."""
 
     ids: list[int]
     tokens: list[str]
     shares: list[float]
     chosen: float
     """The share of the token that was chosen in the end."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """What the full run would have chosen at one place of the text with exits, with the same random number."""
+
+    token: str
+    share: float
+    """Its probability in the full run."""
+    kept: float
+    """The probability, in the full run, of the token that stands in the text."""
+    mine: float
+    """That token's probability with exits."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +139,11 @@ class Inspection:
     accelerations: Tensor
     """(G, K - 1)"""
     said: list[list[Said]]
-    """[group][step - 1]"""
+    """[group][step - 1]: read through the plain layers behind the last group and the head; later groups are skipped."""
+    lens: list[list[Said]] = field(default_factory=list)
+    """[group][step - 1]: read by the head alone, on the state itself."""
+    answer: Said | None = None
+    """What the model said in the pass that chose the token, as the text was written; None where there was no such pass."""
 
 
 class Session:
@@ -182,7 +214,7 @@ class Session:
         counts = self.model.config.loops_for(min(loops, MAX_LOOPS))
         ids = self.prompt(text, new)
         pieces, lanes, requests = [], [], []
-        sampling = SamplingParams(temperature, seed=seed, max_new_tokens=new, stop_token_ids=frozenset({self.tokenizer.eot}))
+        sampling = SamplingParams(temperature, seed=seed, max_new_tokens=new, stop_token_ids=frozenset({self.tokenizer.eot}), logprobs=TOP)
         spelt = [Pieces(self.tokenizer) for _ in range(2)]
         for piece in spelt:
             pieces.append([piece.add(token) for token in ids])
@@ -195,6 +227,8 @@ class Session:
             i = min((i for i in range(2) if not lanes[i].done), key=lambda i: lanes[i].seconds)
             self._go_on(lanes[i], requests[i], spelt[i])
             yield race
+        race.others = self.compute(self._others, race.quick, counts, sampling, seed)
+        yield race
 
     def _go_on(self, lane: Lane, tokens: Iterator[Request], spelt: Pieces) -> None:
         """One more token in one lane."""
@@ -209,10 +243,26 @@ class Session:
             lane.steps = [None, *now.prompt_steps[:-1]]
         lane.ids.append(now.tokens[-1])
         lane.steps.append(now.steps[-1])
+        (_, own), *best = now.logprobs[-1]
+        ids = [token for token, _ in best]
+        lane.answers.append(Said(ids, [self.tokenizer.decode([t]) for t in ids], [math.exp(p) for _, p in best], math.exp(own)))
         lane.pieces.append(spelt.add(now.tokens[-1]))
         lane.done = bool(now.finish)
         if lane.done:
             lane.pieces[-1] += spelt.rest()
+
+    @torch.inference_mode()
+    def _others(self, lane: Lane, loops: tuple[int, ...], sampling: SamplingParams, seed: int) -> dict[int, Other]:
+        """Where the full run, reading the same text, would have chosen another token: one parallel pass."""
+        first = len(lane.prompt)
+        logits = forward(self.model, [lane.ids[:-1]], loops=loops, seed=seed).logits[0, first - 1 :]
+        chosen = sample(logits, [Draw(sampling, token_index=i) for i in range(len(logits))]).tokens
+        shares = torch.softmax(logits, dim=-1)
+        return {
+            first + i: Other(self.tokenizer.decode([c]), float(shares[i, c]), float(shares[i, lane.ids[first + i]]), lane.answers[i].chosen)
+            for i, c in enumerate(chosen)
+            if c != lane.ids[first + i]
+        }
 
     def inspect(self, lane: Lane, index: int, loops: int, seed: int = 0) -> Inspection:
         """The pass that chose token `index` of a text, with all loop steps, whether they were taken or not."""
@@ -224,7 +274,9 @@ class Session:
         taken = lane.steps[index]
         assert taken is not None
         context = "".join(lane.pieces[max(0, index - 12) : index])
-        return self._examine(lane.ids[:index], lane.ids[index], lane.pieces[index], context, taken, loops, seed)
+        found = self._examine(lane.ids[:index], lane.ids[index], lane.pieces[index], context, taken, loops, seed)
+        new = index - len(lane.prompt)
+        return replace(found, answer=lane.answers[new]) if new >= 0 else found
 
     def examine(self, before: list[int], id: int, token: str, context: str, taken: tuple[int, ...], loops: int) -> Inspection:
         """The pass over `before` that chose token `id`, with all loop steps, whether they were taken or not."""
@@ -238,18 +290,33 @@ class Session:
         frame = pca(states, 3)
         every = torch.stack(states)
         measured = step_statistics.Steps(every.transpose(0, 1))
-        said = [self._said(g, x[1:], id) for g, x in enumerate(states)]
+        outputs = [self.model.groups[g].output(x[1:].to(next(self.model.parameters()).device)) for g, x in enumerate(states)]  # (K, C) each
+        said = [self._said(self._through_coda(traced, x), id) for x in outputs]
+        lens = [self._said(x, id) for x in outputs]
         return Inspection(
             id=id, token=token, context=context, groups=self.groups, taken=taken,
             path=torch.stack([points.float() for points in frame]), explained=[float(x) for x in frame.explained],
-            norms=measured.norms.T, cosines=measured.cosines.T, accelerations=measured.accelerations.T, said=said,
+            norms=measured.norms.T, cosines=measured.cosines.T, accelerations=measured.accelerations.T, said=said, lens=lens,
         )  # fmt: skip
 
-    def _said(self, group: int, states: Tensor, chosen: int) -> list[Said]:
-        """The head on each state (K, C) of a group, as if it left there."""
-        shares = torch.softmax(
-            self.model.head(self.model.groups[group].output(states.to(next(self.model.parameters()).device))).float(), dim=-1
-        )
+    def _through_coda(self, traced: Trace, outputs: Tensor) -> Tensor:
+        """Outputs (K, C) of a group for the last token, each put through the plain layers behind the last group as if the token had left
+        there; the tokens before it are at their last states."""
+        coda = self.model.stages[-1]
+        if isinstance(coda, LoopGroup):
+            return outputs
+        before = traced.stages[traced.stage_of_group[-1]][:, :-1].to(outputs)  # (1, T - 1, C): what the coda reads
+        T = traced.ids.shape[1]
+        rope = self.model.rope(torch.arange(T, device=outputs.device))
+        rows = max(1, CODA // (T * outputs.shape[-1]))
+        parts = [
+            coda(torch.cat((before.expand(len(part), -1, -1), part[:, None]), dim=1), rope)[:, -1] for part in torch.split(outputs, rows)
+        ]
+        return torch.cat(parts)
+
+    def _said(self, states: Tensor, chosen: int) -> list[Said]:
+        """The head on each of the states (K, C)."""
+        shares = torch.softmax(self.model.head(states).float(), dim=-1)
         best = shares.topk(min(TOP, shares.shape[-1]), dim=-1)
         return [
             Said(tokens, [self.tokenizer.decode([t]) for t in tokens], values, float(shares[k, chosen]))

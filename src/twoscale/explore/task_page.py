@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, attr-defined"
 """The page of a model that was trained on a task: a sample, its answers by steps and true depth, and one answer step by step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from twoscale.config import UserError
 from twoscale.config.words import group_list, plural
 from twoscale.explore import assets, figures, task_figures
 from twoscale.explore.answers import Problem, Solved, draw, inspect, solve
-from twoscale.explore.controls import exit_controls, loops_control, size_words
+from twoscale.explore.controls import HIGH, LOW, exit_controls, loops_control, size_words, within
 from twoscale.explore.hops import edited, permutation, query, true_path
 from twoscale.explore.session import MAX_LOOPS, Session
 from twoscale.tasks.carry import Carry
@@ -35,64 +35,83 @@ class Visit:
         return self.solved.problem
 
 
-def build(session: Session) -> gr.Blocks:
-    """The page of a task model."""
+def task_page(session: Session, page: gr.Blocks) -> None:
+    """Put the page of a task model into Blocks that are open."""
     task = session.task
     assert isinstance(task, Hops | Carry)
     chosen, default_loops = first_settings(session)
-    with gr.Blocks(title=f"{session.name} · twoscale", analytics_enabled=False) as page:
-        gr.Markdown(_title(session))
-        first = _visit(session, draw(task, SAMPLE, 0), chosen, POWER, default_loops)
-        shown = _shown(session, first)
-        visit = gr.State(first)
-        with gr.Row():
-            with gr.Column(scale=6, min_width=320):
-                walk = gr.HTML(shown[1], js_on_load=assets.WALK_JS, elem_id="walk", apply_default_css=False)
-            with gr.Column(scale=6, min_width=320):
-                answers = gr.HTML(shown[2], js_on_load=assets.CLICK, elem_id="answers", apply_default_css=False)
-                legend = gr.HTML(shown[3], elem_id="legend", apply_default_css=False)
-                summary = gr.Markdown(shown[4], elem_id="summary")
-                p, x = _query_controls(session, first)
-                read = gr.HTML(shown[5], elem_id="read", apply_default_css=False)
-        with gr.Row():
-            with gr.Column(min_width=260):
-                rule, power = exit_controls(session, RULE, POWER)
-            with gr.Column(min_width=200):
-                loops = loops_control(default_loops)
-            with gr.Column(min_width=200):
-                with gr.Row():
-                    sample = gr.Number(SAMPLE, precision=0, minimum=0, maximum=MAX_SAMPLE, label="Sample", elem_id="sample", min_width=90)
-                    seed = gr.Number(0, precision=0, minimum=0, maximum=MAX_SAMPLE, label="Seed", elem_id="seed", min_width=90)
-                another = gr.Button("Another sample", variant="primary", elem_id="another")
-        about = gr.Markdown(shown[6], elem_id="about")
-        with gr.Row():
-            curves = [gr.Plot(f, label="", show_label=False, min_width=280, elem_id=f"curve-{i}") for i, f in enumerate(shown[7:10])]
+    gr.Markdown(_title(session))
+    first = _visit(session, draw(task, SAMPLE, 0), chosen, POWER, default_loops)
+    shown = _shown(session, first)
+    visit = gr.State(first)
+    with gr.Row():
+        with gr.Column(scale=6, min_width=320):
+            walk = gr.HTML(shown[1], js_on_load=assets.WALK_JS, elem_id="walk", apply_default_css=False)
+        with gr.Column(scale=6, min_width=320):
+            answers = gr.HTML(shown[2], js_on_load=assets.CLICK, elem_id="answers", apply_default_css=False)
+            legend = gr.HTML(shown[3], elem_id="legend", apply_default_css=False)
+            summary = gr.Markdown(shown[4], elem_id="summary")
+            p, x = _query_controls(session, first)
+            read = gr.HTML(shown[5], elem_id="read", apply_default_css=False)
+    with gr.Row():
+        with gr.Column(min_width=260):
+            rule, power = exit_controls(session, RULE, POWER)
+        with gr.Column(min_width=200):
+            loops = loops_control(default_loops)
+        with gr.Column(min_width=200):
+            with gr.Row():
+                sample = gr.Number(SAMPLE, precision=0, minimum=0, maximum=MAX_SAMPLE, label="Sample", elem_id="sample", min_width=90)
+                seed = gr.Number(0, precision=0, minimum=0, maximum=MAX_SAMPLE, label="Seed", elem_id="seed", min_width=90)
+            another = gr.Button("Another sample", variant="primary", elem_id="another")
+    about = gr.Markdown(shown[6], elem_id="about")
+    with gr.Row():
+        curves = [gr.Plot(f, label="", show_label=False, min_width=280, elem_id=f"curve-{i}") for i, f in enumerate(shown[7:10])]
 
-        parts = [visit, walk, answers, legend, summary, read, about, *curves, p, x]
-        settings = [rule, power, loops]
-        once: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "solve", "trigger_mode": "always_last", "show_progress": "hidden"}
+    parts = [visit, walk, answers, legend, summary, read, about, *curves, p, x]
+    settings = [rule, power, loops]
+    once: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "solve", "trigger_mode": "always_last", "show_progress": "hidden"}
 
-        def pick(v: Visit, event: gr.EventData) -> list[Any]:
-            return _said(lambda: _shown(session, replace(v, selected=_index(v, event.index))))
+    def pick(v: Visit, event: gr.EventData) -> list[Any]:
+        return _said(lambda: _shown(session, replace(v, selected=_index(v, event.index))))
 
-        def again(v: Visit, r: str, power: float, most: float) -> list[Any]:
-            return _said(lambda: _shown(session, _visit(session, v.problem, r, power, most, v.selected)))
+    def again(v: Visit, r: str, power: float, most: float) -> list[Any]:
+        return _said(lambda: _shown(session, _visit(session, v.problem, r, power, most, v.selected)))
 
-        def take(n: float | None, key: float | None, r: str, power: float, most: float) -> list[Any]:
-            return _said(lambda: _shown(session, _visit(session, draw(task, number("sample", n), number("seed", key)), r, power, most)))
+    def take(n: float | None, key: float | None, r: str, power: float, most: float) -> list[Any]:
+        return _said(lambda: _shown(session, _visit(session, draw(task, number("sample", n), number("seed", key)), r, power, most)))
 
-        def ask(v: Visit, hops: float, node: float, r: str, power: float, most: float) -> list[Any]:
-            assert isinstance(task, Hops)
-            place = v.solved.answers[v.selected].place
-            return _said(lambda: _shown(session, _visit(session, edited(task, v.problem, place, hops, node), r, power, most, v.selected)))
+    def ask(v: Visit, hops: float, node: float, r: str, power: float, most: float) -> list[Any]:
+        assert isinstance(task, Hops)
+        place = v.solved.answers[v.selected].place
+        return _said(lambda: _shown(session, _visit(session, edited(task, v.problem, place, hops, node), r, power, most, v.selected)))
 
-        answers.click(pick, [visit], parts, **once)
-        gr.on([rule.change, power.change, loops.change], again, [visit, *settings], parts, **once)
-        gr.on([sample.change, seed.change], take, [sample, seed, *settings], parts, **once)
-        another.click(lambda n: 0 if n is None else min(int(n) + 1, MAX_SAMPLE), sample, sample, queue=False)
-        if isinstance(task, Hops):
-            gr.on([p.input, x.input], ask, [visit, p, x, *settings], parts, **once)
-    return page
+    answers.click(pick, [visit], parts, **once)
+    gr.on([rule.change, power.change, loops.change], again, [visit, *settings], parts, **once)
+    gr.on([sample.change, seed.change], take, [sample, seed, *settings], parts, **once)
+    another.click(lambda n: 0 if n is None else min(int(n) + 1, MAX_SAMPLE), sample, sample, queue=False)
+    if isinstance(task, Hops):
+        gr.on([p.input, x.input], ask, [visit, p, x, *settings], parts, **once)
+    controls = [sample, seed, *settings]
+    first_values = [SAMPLE, 0, chosen, POWER, default_loops]
+
+    def opened(request: gr.Request) -> list[Any]:
+        return _asked_for(session, first_values, request.query_params)
+
+    page.load(opened, None, controls, queue=False, show_progress="hidden")
+    gr.on([c.change for c in controls], None, controls, None, js=assets.TASK_ADDRESS)
+
+
+def _asked_for(session: Session, values: Sequence[Any], query: Mapping[str, str]) -> list[Any]:
+    """Sample, seed, rule, power and loops, by what the address says; what does not fit is left as it is."""
+    found = list(values)
+    for i, (name, (low, high)) in enumerate(
+        {"sample": (0, MAX_SAMPLE), "seed": (0, MAX_SAMPLE), "rule": (0, 0), "power": (LOW, HIGH), "loops": (2, MAX_LOOPS)}.items()
+    ):
+        if name == "rule":
+            found[i] = query[name] if query.get(name) in session.rules() else found[i]
+        else:
+            found[i] = within(query.get(name), low, high, found[i])
+    return found
 
 
 def first_settings(session: Session) -> tuple[str, int]:
@@ -166,7 +185,7 @@ def _shown(session: Session, visit: Visit) -> list[Any]:
         walk, answers = task_figures.carry_walk_html(task, solved, answer), task_figures.carry_answers_html(task, solved, visit.selected)
     found = inspect(session, solved, answer)
     return [
-        visit, walk, answers, figures.legend(solved.loops, difference=False), task_figures.summary_words(solved),
+        visit, walk, answers, figures.legend(1, max(solved.loops)), task_figures.summary_words(solved),
         task_figures.read_html(task, solved), task_figures.geometry_words(task, answer, found),
         *figures.curve_figures(found), *_asked(session, visit),
     ]  # fmt: skip
