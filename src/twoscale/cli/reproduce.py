@@ -136,10 +136,11 @@ def _bundled_stages(effort: Effort) -> list[Stage]:
 def _shipped() -> bool:
     """Whether the measurements that came with the bundled model can be shown: they are of its weights, and nothing was measured since."""
     from twoscale.interop import find
-    from twoscale.interop.measured import comes_with, taken_up
+    from twoscale.interop.measured import comes_with
+    from twoscale.tradeoff.summary import came_with_model
 
     run = Path("runs") / BUNDLED
-    return taken_up(run) if run.is_dir() and any(run.iterdir()) else comes_with(find(BUNDLED)) is not None
+    return came_with_model(run) if run.is_dir() and any(run.iterdir()) else comes_with(find(BUNDLED)) is not None
 
 
 def _shipped_stage() -> int:

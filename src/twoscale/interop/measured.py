@@ -64,13 +64,6 @@ def comes_with(folder: Path) -> dict[str, Any] | None:
     return about if isinstance(about, dict) and about.get("model") == fingerprint(folder / MODEL) else None
 
 
-def taken_up(run: Path) -> bool:
-    """Whether a run still has the measurements that came with its model: nothing of it was measured again, and its weights are the same."""
-    source = read_json(RunFolder(run).source) if RunFolder(run).source.exists() else {}
-    came = source.get("measured") if isinstance(source, dict) else None
-    return came is not None and came == fingerprint(RunFolder(run).sweep) if RunFolder(run).sweep.exists() else False
-
-
 def _place(folder: Path) -> RunFolder:
     return RunFolder(folder / "measured")
 

@@ -83,6 +83,39 @@ def recommend(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> tup
     return head, "\n\n".join(filter(None, paragraphs))
 
 
+def in_a_sentence(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> str:
+    """The recommendation for the top of a page: what to ask for, what it saves beside the default depth, what it costs in loss."""
+    choice = choose(sweep, calibration)
+    if choice is None:
+        return "The sweep is not finished: run it again, and it goes on where it stopped."
+    pick, (base, against) = choice.pick, baseline(sweep)
+    loops, cost = sweep.header["loops"], sweep.cost
+    what = "time" if cost == "ms" else "FLOPs"
+    if pick is base:
+        saved = f"nothing that was tried costs less {what} at the same quality"
+    elif (below(pick, base, cost) or below(base, pick, cost)) and (words := change(pick[cost], base[cost])):
+        saved = f"{words} {what} than {against} ({cost_words(pick, cost)} against {cost_words(base, cost)})"
+    else:
+        saved = f"no measurable difference in {what} from {against}"
+    quality = _reported(pick, calibration) if choice.certified and calibration is not None else pick
+    lost = "" if pick["family"] == "full" or quality is None else f"; the loss changes by {rise(quality)} nats against {all_loops(loops)}"
+    certified = ""
+    if choice.certified and calibration is not None and pick["family"] != "full":
+        certified = f", and is certified to rise by no more than {calibration['goal']['max_dce']:g}"
+    return f"Use {_asked(pick, loops)}: {saved}{lost}{certified}."
+
+
+def _asked(point: Point, loops: int) -> str:
+    """A setting as the command line asks for it, in words."""
+    if point["family"] == "fixed":
+        return f"{plural(int(point['setting']), 'loop')} for every token (`--loops {int(point['setting'])}`)"
+    if point["family"] == "full":
+        return f"{all_loops(loops)} for every token (`--loops {loops}`)"
+    if point["family"] == "calibrated":
+        return "the calibrated thresholds (`--exit auto`)"
+    return name_of(point, loops) if point["family"] in ("fixed-one", "learned") else f"`--exit {point['id']} --loops {loops}`"
+
+
 def _measured(sweep: Sweep) -> str:
     """What costs and qualities were measured on, and how well."""
     words = [f"Measured on {sweep_text(sweep.header)}.", _rough(sweep)]

@@ -21,7 +21,8 @@ from twoscale.report.claims import Claim
 from twoscale.report.depth_words import headline
 from twoscale.report.figures import STYLE
 from twoscale.report.load import RunFiles, load_run
-from twoscale.report.page import MARKS, claims_of, names_of, page_html, run_html
+from twoscale.report.overview import MARKS, missing
+from twoscale.report.page import claims_of, names_of, page_html, run_html
 from twoscale.report.registry import figures_of
 from twoscale.tradeoff.choice import choose, name_of
 from twoscale.tradeoff.depth_summary import depth_rows, rules_alone
@@ -84,6 +85,8 @@ def report(
         drawn = _draw(run, make_folder(figures), say)
         parts.append(run_html(run, figures.relative_to(place.path).as_posix(), f"r{i}-" if several else ""))
         found.append(_run_report(run, name, drawn))
+        for what, command in missing(run):
+            say(f"not measured yet: {what}; `{command}` measures it")
     say(f"writing {place.page}")
     with atomic_write(place.page) as f:
         f.write(page_html(files, parts, dark).encode())

@@ -1,4 +1,10 @@
-"""Words and looks of the page that belong to no figure: glossary, style sheet, the script that draws."""
+"""Words and looks of the page that belong to no figure: glossary, style sheet (page.css), the script that draws (page.js)."""
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+STYLE = (_FOLDER / "page.css").read_text("utf-8")
+DRAW = (_FOLDER / "page.js").read_text("utf-8")
 
 PAPER = "“Two-Scale Latent Dynamics for Recurrent-Depth Transformers” (Pappone, Crisostomi, Rodolà, 2025)"
 
@@ -117,58 +123,3 @@ def draw_script(dark: bool | None) -> str:
     """The script that draws the plots in the page's colours, and again when the reader's system changes them."""
     asked = "matchMedia('(prefers-color-scheme: dark)')"
     return DRAW.replace(asked, asked if dark is None else f"{{matches: {str(dark).lower()}, addEventListener() {{}}}}")
-
-
-STYLE = """
-* { box-sizing: border-box; } body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 24px 16px 60px; } h1 { margin: 0 0 4px; font-size: 1.7rem; }
-h2 { margin: 40px 0 6px; font-size: 1.25rem; } h3 { margin: 8px 0 0; font-size: .95rem; color: var(--soft); font-weight: 600; }
-p { max-width: 78ch; } .soft { color: var(--soft); } 
-.panels { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 8px 10px; min-width: 0; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; background: var(--card); }
-th, td { border: 1px solid var(--line); padding: 5px 9px; text-align: left; vertical-align: top; }
-table:not(.claims) td:first-child { white-space: nowrap; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; }
-.confirmed { color: var(--good); } .refuted { color: var(--bad); } .undecided { color: var(--soft); }
-.outcome { font-weight: 700; white-space: nowrap; } .advice { font-size: 1.08rem; font-weight: 600; }
-summary { cursor: pointer; margin: 14px 0 6px; color: var(--soft); font-weight: 600; }
-details { margin: 10px 0; } dl { max-width: 92ch; } dt { font-weight: 600; margin-top: 8px; } dd { margin: 0 0 0 1.2em; }
-pre { overflow-x: auto; background: var(--card); border: 1px solid var(--line); padding: 10px; font-size: .82rem; }
-a { color: var(--link); } code { font-size: .92em; }
-.sample { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; background: var(--card); border: 1px solid var(--line);
-  border-radius: 8px; padding: 10px 14px; margin: 10px 0; max-width: 84ch; }
-.sample .tok { border-radius: 3px; padding: 2px 0; } .sample .given { color: var(--soft); }
-.ramp { display: inline-block; width: 120px; height: 11px; border-radius: 3px; margin: 0 8px; vertical-align: -1px; }
-h1:not(:first-child) { margin-top: 72px; border-top: 2px solid var(--line); padding-top: 28px; }
-.plot { width: 100%; overflow: hidden; } section img { max-width: 100%; background: #ffffff; }
-@media (max-width: 700px) {
-  .claims, .claims tbody, .claims tr, .claims td { display: block; width: 100%; } .claims th { display: none; }
-  .claims tr { border: 1px solid var(--line); margin-bottom: 10px; } .claims td { border: 0; }
-}
-"""
-
-DRAW = """
-const lighter = (colour) => {  // dark colours would be lost on a dark page: black becomes white, the others go half way
-  const rgb = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
-  const light = 0.3 * rgb[0] + 0.59 * rgb[1] + 0.11 * rgb[2], share = light === 0 ? 1 : light < 75 ? 0.45 : 0;
-  return '#' + rgb.map((v) => Math.round(v + (255 - v) * share).toString(16).padStart(2, '0')).join('');
-};
-const dark = matchMedia('(prefers-color-scheme: dark)');
-const draw = () => {
-  const look = getComputedStyle(document.documentElement), pick = (name) => look.getPropertyValue(name).trim();
-  for (const source of document.querySelectorAll('script[data-for]')) {
-    const text = dark.matches ? source.textContent.replace(/#[0-9a-f]{6}/gi, lighter) : source.textContent;
-    const figure = JSON.parse(text), layout = figure.layout;
-    Object.assign(layout, {paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)'});
-    layout.font = {...layout.font, color: pick('--ink')};
-    for (const axes of [layout, layout.scene || {}])
-      for (const key of [...Object.keys(axes), ...(axes === layout ? ['xaxis', 'yaxis'] : ['xaxis', 'yaxis', 'zaxis'])])
-        if (/^[xyz]axis[0-9]*$/.test(key) && (axes === layout || layout.scene))
-          axes[key] = {...axes[key], gridcolor: pick('--line'), zerolinecolor: pick('--line'), linecolor: pick('--soft')};
-    Plotly.react(source.dataset.for, figure.data, layout, {responsive: true, displayModeBar: false});
-  }
-};
-draw();
-dark.addEventListener('change', draw);
-"""

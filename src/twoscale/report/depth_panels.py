@@ -63,10 +63,10 @@ def steps_by_depth(run: RunFiles) -> list[Panel]:
     return panels
 
 
-def depth_section(sweep: Sweep, prefix: str) -> str:
+def depth_section(sweep: Sweep) -> str:
     """Which rules find the depth: sentences and the table."""
     paragraphs = "".join(f"<p>{prose(paragraph)}</p>" for paragraph in depth_sentences(sweep))
-    return f"<section id='{prefix}depth'><h2>Where do the steps go?</h2>{paragraphs}{depth_table(sweep)}</section>"
+    return f"{paragraphs}{depth_table(sweep)}"
 
 
 def depth_table(sweep: Sweep) -> str:

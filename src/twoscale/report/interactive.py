@@ -1,5 +1,6 @@
 """The figures of the page, in plotly: each a list of panels (title, figure), one panel a group so that a phone can stack them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -10,7 +11,7 @@ from twoscale.report.style import GROUP_COLOURS, VARIANTS, VERDICT_COLOURS, chos
 
 Panel = tuple[str, go.Figure]
 HEIGHT = 330
-EARLY = 10  # loop steps that colours of a trajectory tell apart: later ones lie at one place where a loop settles
+EARLY = 10  # loop steps that the shades of a trajectory tell apart: later ones lie at one place where a loop settles
 
 
 def step_norms(run: RunFiles) -> list[Panel]:
@@ -70,29 +71,41 @@ def limit(run: RunFiles) -> list[Panel]:
 
 
 def trajectories(run: RunFiles) -> list[Panel]:
-    """Three-dimensional, to be turned by hand."""
+    """The plane of all tokens, and for each group the loop of one token magnified, from the first step on."""
     assert run.sequence is not None
-    sequence = run.sequence
-    figure = go.Figure()
-    for path in sequence["pca"]["paths"]:
+    sequence, figure = run.sequence, go.Figure()
+    paths = sequence["pca"]["paths"]
+    for path in paths:
         token = f"token {path['token']} “{visible(sequence['tokens'][path['token']])}”"
+        figure.add_scatter(
+            x=[p[0] for p in path["stages"]], y=[p[1] for p in path["stages"]], mode="lines", hoverinfo="skip", showlegend=False,
+            line={"color": "#999999", "width": 1},
+        )  # fmt: skip
         for g, points in enumerate(path["groups"]):
-            x, y, z = (list(axis) for axis in zip(*points, strict=True))
-            figure.add_scatter3d(
-                x=x, y=y, z=z, mode="lines+markers", name=run.labels[g], legendgroup=str(g),
-                showlegend=path is sequence["pca"]["paths"][0], line={"color": GROUP_COLOURS[g % len(GROUP_COLOURS)], "width": 2},
-                marker={"size": 3, "color": list(range(len(points))), "colorscale": "Viridis", "cmin": 0, "cmax": EARLY},
-                hovertemplate=f"{token}, {run.labels[g]}, step %{{marker.color}}<extra></extra>",
-            )  # fmt: skip
+            _steps(figure, points, 0, GROUP_COLOURS[g % len(GROUP_COLOURS)], run.labels[g], token, path is paths[0])
     share = sequence["pca"]["explained"]
-    figure.update_layout(
-        scene={
-            "camera": {"eye": {"x": 1.5, "y": 1.5, "z": 0.9}},
-            **{a: {"title": f"PC {i + 1} ({share[i]:.0%})", "showbackground": False} for i, a in enumerate(("xaxis", "yaxis", "zaxis"))},
-        },
-        margin={"l": 0, "r": 0, "t": 6, "b": 0}, height=460, legend={"orientation": "h"}, template="plotly_white",
+    axes = f"PC 1 ({share[0]:.0%} of variance)", f"PC 2 ({share[1]:.0%})"
+    panels = [(f"{len(paths)} tokens through the whole network (grey: from stage to stage)", layout(figure, *axes))]
+    path = paths[-1]
+    token = f"token {path['token']} “{visible(sequence['tokens'][path['token']])}”"
+    for g, points in enumerate(path["groups"]):
+        zoom = go.Figure()
+        _steps(zoom, points[1:], 1, GROUP_COLOURS[g % len(GROUP_COLOURS)], run.labels[g], token, legend=True)
+        panels.append((f"zoom: {token} in {run.labels[g]}, k ≥ 1", layout(zoom, "PC 1", "PC 2")))
+    for _, drawn in panels:
+        drawn.update_layout(height=360)
+    return panels
+
+
+def _steps(figure: go.Figure, points: Sequence[Sequence[float]], first: int, colour: str, name: str, token: str, legend: bool) -> None:
+    """States from loop step to loop step, paler for earlier ones; the last one is larger."""
+    n = len(points)
+    figure.add_scatter(
+        x=[p[0] for p in points], y=[p[1] for p in points], mode="lines+markers", name=name, legendgroup=name, showlegend=legend,
+        line={"color": colour, "width": 1},
+        marker={"color": colour, "size": [5] * (n - 1) + [10], "opacity": [min(1.0, 0.35 + 0.65 * k / EARLY) for k in range(n)]},
+        text=[str(first + k) for k in range(n)], hovertemplate=f"{token}, {name}, step %{{text}}<extra></extra>",
     )  # fmt: skip
-    return [(f"all groups; markers go from violet (step 0) to yellow (step {EARLY} and later)", figure)]
 
 
 def verdict_map(run: RunFiles) -> list[Panel]:

@@ -10,7 +10,7 @@ from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_jsonl, read_steps
 from twoscale.config.words import group_label, plural
 from twoscale.tasks.staircase import Staircase, load_staircase
-from twoscale.tradeoff.summary import Sweep, read_calibration_of, read_evaluation, read_sweep
+from twoscale.tradeoff.summary import Sweep, came_with_model, read_calibration_of, read_evaluation, read_sweep
 
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 BUILTIN = "the language reference and the docstrings that ship with Python"  # what `builtin` stands for
@@ -44,6 +44,8 @@ class RunFiles:
     """What a converted model was trained on, where that is known."""
     staircase: Staircase | None = None
     """staircase.json: accuracy by true depth and steps, in a run on a task."""
+    shipped: bool = False
+    """Whether its sweep came with the model and was not made in this folder."""
     depth: Sweep | None = None
     """sweep.jsonl of a run on a task; `sweep` is then None."""
 
@@ -132,6 +134,7 @@ def load_run(folder: Path) -> RunFiles:
         converted=bool(source),
         trained_on=on if isinstance(on := source.get("trained_on"), str) else None,
         staircase=load_staircase(folder),
+        shipped=came_with_model(folder),
         depth=depth,
     )
 

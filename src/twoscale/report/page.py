@@ -6,8 +6,10 @@ The page opens from disk and asks the network for nothing: plotly's script is in
 import html
 import json
 import platform
+from dataclasses import dataclass
 from importlib.metadata import version
 
+import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from twoscale.config.run_folder import RunFolder
@@ -17,18 +19,18 @@ from twoscale.report.advice import recommend
 from twoscale.report.claims import Claim, judge
 from twoscale.report.content import DEPTH_GLOSSARY, GLOSSARY, PAPER, SWEPT_GLOSSARY, draw_script, style_sheet
 from twoscale.report.depth_panels import depth_section
-from twoscale.report.depth_words import headline
 from twoscale.report.exit_claims import judge_exits
 from twoscale.report.interactive import Panel
 from twoscale.report.load import RunFiles
+from twoscale.report.overview import card, picture
 from twoscale.report.registry import FigureEntry, figures_of
 from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, samples_section, sweep_table, token_table
 from twoscale.report.tradeoff_figures import PAPER as PAPER_RULES, rules_of, slowest_of
 from twoscale.report.words import losses_note, sweep_text
 from twoscale.tradeoff.choice import choose
 
+OPEN = ("recommendation", "tradeoff", "depth", "staircase")  # sections that are not folded at first
 TAUS = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]  # what `twoscale sweep` takes by default
-MARKS = {"confirmed": "✓", "refuted": "✗", "undecided": "?"}
 
 
 def claims_of(run: RunFiles) -> list[Claim]:
@@ -36,40 +38,43 @@ def claims_of(run: RunFiles) -> list[Claim]:
     return judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
 
 
-def page_html(runs: list[RunFiles], parts: list[str], dark: bool | None = None) -> str:
-    """Everything in one file: style, plotly's script, the runs one after the other; `dark` None follows the reader's system."""
-    names = ", ".join(names_of(runs))
-    title = html.escape(f"{names}: {'loops and exits' if any(run.sweep for run in runs) else 'loop geometry'}")
-    head = _overview(runs) + glossary(any(run.sweep for run in runs), any(run.depth for run in runs)) if len(runs) > 1 else ""
+def page_html(runs: list[RunFiles], parts: "list[RunParts]", dark: bool | None = None) -> str:
+    """Everything in one file: style, plotly's script, the first screen, contents, and the runs one after the other; `dark` None follows the
+    reader's system."""
+    names = [html.escape(name) for name in names_of(runs)]
+    swept = any(run.sweep or run.depth for run in runs)
+    what = "Loops and exits" if swept else "Loop geometry"
+    title = f"{', '.join(names)}: {what.lower()}"
     scheme = "light dark" if dark is None else "dark" if dark else "light"
+    several = len(runs) > 1
+    firsts = "".join(
+        f"<div class='run'>{f'<h2 id={part.prefix}top>{name}</h2>' if several else ''}{part.first}</div>"
+        for part, name in zip(parts, names, strict=True)
+    )
+    contents = "".join(_contents(part, name if several else "") for part, name in zip(parts, names, strict=True))
+    words = glossary(any(run.sweep for run in runs), any(run.depth for run in runs))
+    bodies = "".join(f"{f'<h1>{name}</h1>' if several else ''}{part.about}{part.body}" for part, name in zip(parts, names, strict=True))
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<meta name='color-scheme' content='{scheme}'><title>{title}</title><style>{style_sheet(dark)}</style>"
-        f"<script>{get_plotlyjs()}</script></head><body><main>{head}{''.join(parts)}</main><script>{draw_script(dark)}</script></body></html>"
+        f"<script>{get_plotlyjs()}</script></head><body><main>"
+        f"<h1 id='top'>{what} of {' and '.join(names)}</h1>"
+        f"<p class='soft'>{_tokenizers(runs)}The paper: {html.escape(PAPER)}.</p>{firsts}"
+        f"<nav id='contents'><h2>Contents</h2>{contents}<p><a href='#all'>open all sections</a></p></nav>{words}{bodies}"
+        f"</main><script>{draw_script(dark)}</script></body></html>"
     )
+
+
+def _contents(part: "RunParts", name: str) -> str:
+    """Links to the sections of one run."""
+    links = " · ".join(f"<a href='#{anchor}'>{html.escape(heading)}</a>" for anchor, heading in part.sections)
+    return f"<p>{f'<b>{name}</b>: ' if name else ''}{links}</p>"
 
 
 def names_of(runs: list[RunFiles]) -> list[str]:
     """What each run is called; where two have one name, their folders tell them apart."""
     names = [str(run.config.name) for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({run.folder.name})" for name, run in zip(names, runs, strict=True)]
-
-
-def _overview(runs: list[RunFiles]) -> str:
-    """Several runs at a glance."""
-    rows, names = [], [html.escape(name) for name in names_of(runs)]
-    for i, run in enumerate(runs):
-        found = " ".join(_mark(c) for c in claims_of(run))
-        advice = recommend(run.sweep, run.calibration)[0] if run.sweep is not None else "not swept"
-        advice = advice if run.depth is None else headline(run.depth)
-        rows.append(f"<tr><td><a href='#r{i}-top'>{names[i]}</a></td><td>{html.escape(advice)}</td><td>{found}</td></tr>")
-    head = "<tr><th>model</th><th>what to use, and what it saves</th><th>the paper's claims</th></tr>"
-    return (
-        f"<h1>Loops and exits of {' and '.join(names)}</h1>"
-        f"<div class='scroll'><table class='claims'>{head}{''.join(rows)}</table></div>"
-        f"<p class='soft'>{', '.join(f'{mark} {word}' for word, mark in MARKS.items())}; each claim and its rule below. "
-        f"{_tokenizers(runs)}The paper: {html.escape(PAPER)}.</p>"
-    )
 
 
 def _tokenizers(runs: list[RunFiles]) -> str:
@@ -94,37 +99,71 @@ def glossary(swept: bool, depth: bool = False) -> str:
     return f"<details id='glossary'><summary>Words on this page: {first}</summary><dl>{rows}</dl></details>"
 
 
-def _mark(claim: Claim) -> str:
-    return f"<span class='{claim.outcome}' title='{html.escape(claim.text)}'>{claim.letter}&nbsp;{MARKS[claim.outcome]}</span>"
+@dataclass(frozen=True)
+class RunParts:
+    """One run on a page."""
+
+    prefix: str
+    """Marks its anchors where there are several runs."""
+    first: str
+    """Its first screen."""
+    about: str
+    """What it is and how it was measured."""
+    sections: list[tuple[str, str]]
+    """Anchor and heading of each section."""
+    body: str
+    """The sections, folded."""
 
 
-def run_html(run: RunFiles, figures: str, prefix: str = "") -> str:
+def run_html(run: RunFiles, figures: str, prefix: str = "") -> RunParts:
     """All of one run; `figures` is the folder of its files, `prefix` marks its anchors where there are several runs."""
-    claims, entries = claims_of(run), figures_of(run)
-    head, words = recommend(run.sweep, run.calibration) if run.sweep is not None else ("", "")
-    head = head if run.depth is None else headline(run.depth)
-    body = [_headline(run, claims, head, prefix), "" if prefix else glossary(run.sweep is not None, run.depth is not None)]
-    body += [depth_section(run.depth, prefix)] if run.depth is not None else []
-    body += [_section(entry, run, claims, figures, prefix) for entry in entries]
+    claims, shown = claims_of(run), picture(run)
+    first = card(run, claims, _panels(f"{prefix}first", [shown]) if shown is not None else "", prefix)
+    sections = [s for s in _sections(run, claims, figures, prefix) if s[2]]
+    body = "".join(
+        f"<details class='part' id='{anchor}'{' open' if anchor.removeprefix(prefix) in OPEN else ''}>"
+        f"<summary><h2>{html.escape(heading)}</h2></summary>{inside}</details>"
+        for anchor, heading, inside in sections
+    )
+    return RunParts(prefix, first, _about(run), [(anchor, heading) for anchor, heading, _ in sections], body)
+
+
+def _sections(run: RunFiles, claims: list[Claim], figures: str, prefix: str) -> list[tuple[str, str, str]]:
+    """Anchor, heading and content of every section; the content of one that this run does not have is empty."""
+    entries = figures_of(run)
+    advice = recommend(run.sweep, run.calibration)[1] if run.sweep is not None else ""
+    paragraphs = "".join(f"<p>{prose(paragraph)}</p>" for paragraph in advice.split("\n\n")) if advice else ""
+    found = [
+        (f"{prefix}recommendation", "What to use", paragraphs),
+        (f"{prefix}depth", "Where do the steps go?", depth_section(run.depth) if run.depth is not None else ""),
+        (f"{prefix}claims", "The paper's claims", _claims(claims)),
+    ]
+    found += [(f"{prefix}{e.name}", e.heading, _figure(e, run, claims, figures, prefix)) for e in _ordered(entries)]
     if run.samples is not None:
-        body.append(samples_section(run.samples, choose(run.sweep, run.calibration) if run.sweep is not None else None))
-    swept = run.sweep.header if run.sweep is not None else None
-    note = losses_note(run.evaluation, swept, run.calibration)
-    body += ["<h2>Numbers</h2>", f"<p>{html.escape(note)}</p>" if note else "", group_table(run), drift_table(run)]
+        choice = choose(run.sweep, run.calibration) if run.sweep is not None else None
+        found.append((f"{prefix}samples", "What it writes", samples_section(run.samples, choice)))
+    found.append((f"{prefix}numbers", "Numbers", _numbers(run, any(e.name == "hard_tokens" for e in entries))))
+    found.append((f"{prefix}setup", "Set-up", _setup(run)))
+    return found
+
+
+def _ordered(entries: list[FigureEntry]) -> list[FigureEntry]:
+    """Figures on exits before those on geometry."""
+    return [e for e in entries if e.swept] + [e for e in entries if not e.swept]
+
+
+def _numbers(run: RunFiles, hard: bool) -> str:
+    note = losses_note(run.evaluation, run.sweep.header if run.sweep is not None else None, run.calibration)
+    parts = [f"<p>{html.escape(note)}</p>" if note else "", group_table(run), drift_table(run)]
     if run.evaluation is not None:
-        body.append(evaluation_table(run.evaluation))
+        parts.append(evaluation_table(run.evaluation))
     if run.sweep is not None:
-        body += [sweep_table(run.sweep), token_table(slowest_of(run.sweep)) if any(e.name == "hard_tokens" for e in entries) else ""]
-    body += ["<h2>The paper's claims on this run</h2>", _claims(claims)]
-    if words:
-        paragraphs = "".join(f"<p>{prose(paragraph)}</p>" for paragraph in words.split("\n\n"))
-        body.append(f"<h2>What to use</h2><div id='{prefix}recommendation'>{paragraphs}</div>")
-    return "".join(body) + "<h2>Set-up</h2>" + _setup(run)
+        parts += [sweep_table(run.sweep), token_table(slowest_of(run.sweep)) if hard else ""]
+    return "".join(parts)
 
 
-def _section(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: str, prefix: str) -> str:
-    """One figure: heading, caption, verdicts of its claims, links to the files, and the figure itself."""
-    name = f"{prefix}{entry.name}"
+def _figure(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: str, prefix: str) -> str:
+    """One figure: caption, verdicts of its claims, links to the files, and the figure itself, or the sentence that says it all."""
     text = html.escape(f"Measured on {sweep_text(run.sweep.header)}. ") if run.sweep is not None and entry.swept else ""
     verdicts = "".join(
         f"Claim ({c.letter}): {html.escape(c.text)} <span class='outcome {c.outcome}'>{c.outcome}</span>. "
@@ -133,9 +172,11 @@ def _section(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: st
     )
     links = f'<a href="{figures}/{entry.name}.png">PNG</a>, <a href="{figures}/{entry.name}.pdf">PDF</a>'
     drawn = f"<img src='{figures}/{entry.name}.png' alt='{html.escape(entry.heading)}'>"
+    if sentence := entry.instead(run):
+        return f"<p>{prose(entry.caption)} {html.escape(sentence)} <span class='soft'>For print: {links}.</span></p>"
     return (
-        f"<section id='{name}'><h2>{html.escape(entry.heading)}</h2><p>{prose(entry.caption)} {text}{verdicts}"
-        f"<span class='soft'>For print: {links}.</span></p>{drawn if entry.page is None else _panels(name, entry.page(run))}</section>"
+        f"<p>{prose(entry.caption)} {text}{verdicts}<span class='soft'>For print: {links}.</span></p>"
+        f"{drawn if entry.page is None else _panels(f'{prefix}{entry.name}', entry.page(run))}"
     )
 
 
@@ -158,21 +199,13 @@ def _earlier(run: RunFiles) -> str:
     return f" (those of training step {others[0]['step']} to {others[-1]['step']}: on {others[0]['source']})"
 
 
-def _headline(run: RunFiles, claims: list[Claim], recommendation: str, prefix: str) -> str:
-    last = run.last
+def _about(run: RunFiles) -> str:
+    """What the run is, and what its tokens do at the last checkpoint."""
     verdicts = ", ".join(
         f"{label} is {g['verdict']} ({100 * g['verdict_shares'][g['verdict']]:.0f} % of tokens)"
-        for label, g in zip(run.labels, last["groups"], strict=True)
+        for label, g in zip(run.labels, run.last["groups"], strict=True)
     )
-    paper = "" if prefix else f" The paper: {html.escape(PAPER)}."
-    found = "; ".join(f"({c.letter}) <span class='{c.outcome}'>{c.outcome}</span>" for c in claims)
-    advice = f"<p class='advice'>{html.escape(recommendation)}</p>" if recommendation else ""
-    swept = run.sweep is not None or run.depth is not None
-    return (
-        f"<h1 id='{prefix}top'>{'Loops and exits' if swept else 'Loop geometry'} of {html.escape(run.config.name)}</h1>"
-        f"<p class='soft'>{html.escape(about_run(run))}{paper}</p>"
-        f"{advice}<p>At the last checkpoint {html.escape(verdicts)}. The paper's claims: {found}.</p>"
-    )
+    return f"<p class='soft'>{html.escape(about_run(run))} At the last checkpoint {html.escape(verdicts)}.</p>"
 
 
 def _claims(claims: list[Claim]) -> str:
@@ -186,7 +219,13 @@ def _claims(claims: list[Claim]) -> str:
 
 
 def _panels(name: str, panels: list[Panel]) -> str:
-    """Places for the plots, and their data. They are drawn once the page is laid out, when every place has its width."""
+    """Places for the plots, and their data. They are drawn once they can be seen, when every place has its width. The panels of a figure
+    share one legend above them."""
+    legends = [_legend(figure) for _, figure in panels]
+    shared = {entry.name: entry for legend in legends for entry in legend}
+    if len(shared) > 1:
+        for _, figure in panels:
+            figure.update_layout(showlegend=False)
     cards = []
     for i, (title, figure) in enumerate(panels):
         data = figure.to_json().replace("</", "<\\/")  # a token may hold anything, a closing script tag too
@@ -195,7 +234,40 @@ def _panels(name: str, panels: list[Panel]) -> str:
             f"<div class='card'><h3>{html.escape(title)}</h3><div class='plot' id='{name}-{i}' style='height:{height}px'></div>"
             f"<script type='application/json' data-for='{name}-{i}'>{data}</script></div>"
         )
-    return f"<div class='panels'>{''.join(cards)}</div>"
+    legend = _legend_html(list(shared.values()), panels[0][1].layout.legend.title.text) if len(shared) > 1 else ""
+    return f"<div class='figure'>{legend}<div class='panels'>{''.join(cards)}</div></div>"
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """A curve in a legend."""
+
+    name: str
+    colour: str
+    dash: str
+    hidden: bool
+
+
+def _legend(figure: go.Figure) -> list[LegendEntry]:
+    """The curves of a figure that a legend names."""
+    found = []
+    for trace in figure.data:
+        if trace.type == "scatter" and trace.name and trace.showlegend is not False:
+            line, marker = trace.line.color, trace.marker.color
+            colour = line if isinstance(line, str) else marker if isinstance(marker, str) else "#888888"
+            found.append(LegendEntry(trace.name, colour, trace.line.dash or "solid", trace.visible == "legendonly"))
+    return found
+
+
+def _legend_html(entries: list[LegendEntry], title: str | None) -> str:
+    """One legend for all panels of a figure; a click on a name shows or hides its curve in all of them."""
+    styles = {"dash": "dashed", "dot": "dotted"}
+    items = "".join(
+        f"<button type='button' class='key{' off' if e.hidden else ''}' data-name='{html.escape(e.name)}'>"
+        f"<i data-colour='{e.colour}' style='border-top:3px {styles.get(e.dash, 'solid')} {e.colour}'></i>{html.escape(e.name)}</button>"
+        for e in entries
+    )
+    return f"<div class='keys'>{f'<span class=soft>{html.escape(title)}:</span>' if title else ''}{items}</div>"
 
 
 def commands(run: RunFiles) -> list[str]:
@@ -211,6 +283,7 @@ def commands(run: RunFiles) -> list[str]:
         named = f" --rules {' '.join(rules)}" if set(rules) != set(PAPER_RULES) else ""
         named += f" --taus {' '.join(f'{tau:g}' for tau in taus)}" if taus != TAUS else ""
         learned = "" if s.family("learned") else " --no-controller"
+        learned += " --few" if s.header["loops"] > 5 and s.point("fixed:5") is None and s.header.get("mean_loops") != 5 else ""
         asked = s.header.get("asked_windows", s.header.get("windows"))
         found.append(f"twoscale sweep {folder}{named} --loops {s.header['loops']} --windows {asked} --rounds {s.rounds}{learned}")
     if (d := run.depth) is not None:

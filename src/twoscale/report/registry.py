@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from twoscale.config.words import plural
 from twoscale.report import depth_figures, depth_panels, figures, interactive, kind_figures, tradeoff_figures, tradeoff_panels
 from twoscale.report.interactive import Panel
 from twoscale.report.load import RunFiles
@@ -27,6 +28,8 @@ class FigureEntry:
     """Letters of the paper's claims that it shows; their verdicts stand in the caption."""
     available: Callable[[RunFiles], bool] = lambda run: True
     """Whether the run's files hold what it draws."""
+    instead: Callable[[RunFiles], str] = lambda run: ""
+    """A sentence that says all that the figure would show, and is shown on the page in its place; empty where the figure shows more."""
     swept: bool = False
     """Whether it is of the sweep's text, which the caption then names."""
 
@@ -41,6 +44,16 @@ def _has_limit(run: RunFiles) -> bool:
 
 def _has_sequence(run: RunFiles) -> bool:
     return run.sequence is not None
+
+
+def _one_verdict(run: RunFiles) -> str:
+    """Where all tokens do the same in all groups."""
+    assert run.sequence is not None
+    found = {code for row in run.sequence["verdicts"] for code in row}
+    if len(found) > 1:
+        return ""
+    verdict = run.sequence["verdict_names"][found.pop()]
+    return f"All {plural(len(run.sequence['tokens']), 'token')} of the sequence are {verdict} in every group, so there is no map to draw."
 
 
 def _is_swept(run: RunFiles) -> bool:
@@ -134,7 +147,8 @@ FIGURES: tuple[FigureEntry, ...] = (
     FigureEntry(
         "trajectories",
         "Trajectories",
-        "States of a few tokens in the first three principal components of one sequence, over depth and loop steps.",
+        "States of a few tokens in the first two principal components of one sequence, over depth and loop steps; and one token's loop in "
+        "each group magnified, without the start, which is far off. Early steps are pale, the last state is the large point.",
         print=figures.trajectories,
         page=interactive.trajectories,
         available=_has_sequence,
@@ -147,6 +161,7 @@ FIGURES: tuple[FigureEntry, ...] = (
         print=figures.verdict_map,
         page=interactive.verdict_map,
         available=_has_sequence,
+        instead=_one_verdict,
     ),
     FigureEntry(
         "against_tau",

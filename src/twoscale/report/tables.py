@@ -146,9 +146,9 @@ def samples_section(found: dict[str, Any], choice: Choice | None) -> str:
         f"Colour: steps of a token, mean over groups, {ramp}." if high > low else f"Every token took {low:.1f} steps, mean over groups."
     )
     return (
-        f"<section class='samples'><h2>What it writes</h2><p>Beginnings of held-out documents (grey) and how the model goes on; "
+        f"<p>Beginnings of held-out documents (grey) and how the model goes on; "
         f"{html.escape(sample_words(str(found['rule']), choice, loops))}; at most {plural(loops, 'step')} in each group; temperature "
-        f"{found['temperature']:g}, seed {int(found['seed'])}. {colours}</p>{''.join(texts)}</section>"
+        f"{found['temperature']:g}, seed {int(found['seed'])}. {colours}</p>{''.join(texts)}"
     )
 
 

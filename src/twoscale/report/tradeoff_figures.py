@@ -79,7 +79,7 @@ def tradeoff(run: RunFiles) -> Figure:
     costs = [("flops", "MFLOP a token", 1e-6)] + ([("ms", "ms a token", 1.0)] if timed else [])
     figure, axes = plt.subplots(1, len(costs), figsize=(4.6 * len(costs), 4.2), sharey=True, squeeze=False)
     _title(figure, run)
-    families = [*(f for f in CURVES if sweep.family(f)), *rules_of(sweep)]
+    families = ["full", *(f for f in CURVES if sweep.family(f)), *rules_of(sweep)]
     for ax, (cost, label, scale) in zip(axes[0], costs, strict=True):
         for family in families:
             _curve(ax, sweep, family, cost, scale)
@@ -104,7 +104,7 @@ def tradeoff(run: RunFiles) -> Figure:
 
 
 def _style(family: str) -> Any:
-    return "" if family in ("fixed-one", "calibrated") else "--" if family in ORACLES else "-"
+    return "" if family in ("full", "fixed-one", "calibrated") else "--" if family in ORACLES else "-"
 
 
 def _curve(ax: Axes, sweep: Sweep, family: str, cost: str, scale: float) -> None:

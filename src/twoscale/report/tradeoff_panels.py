@@ -11,7 +11,7 @@ from twoscale.report.style import family_look, visible
 from twoscale.report.tradeoff_figures import CURVES, PAPER, rules_of, short_name, shown_points, slowest_of
 from twoscale.report.words import rise
 from twoscale.tradeoff.choice import name_of
-from twoscale.tradeoff.summary import ORACLES
+from twoscale.tradeoff.summary import ORACLES, Sweep
 
 Hover = "%{text}<br>%{x:.3g}, %{y:.4f}<extra></extra>"
 
@@ -48,33 +48,48 @@ def tradeoff(run: RunFiles) -> list[Panel]:
         if all(p.get(cost) is None for p in sweep.points):
             continue
         figure = go.Figure()
-        for family in [*(f for f in CURVES if sweep.family(f)), *rules_of(sweep)]:
-            points = sorted((p for p in sweep.family(family) if p.get(cost) is not None), key=lambda p: p[cost])
-            name, colour, _, symbol = family_look(family)
-            lone = family in ("fixed-one", "calibrated")
-            figure.add_scatter(
-                x=[p[cost] * scale for p in points], y=[_squeezed(p["dce"]) for p in points], name=name,
-                mode="markers" if lone else "lines+markers",
-                text=[f"{name_of(p, sweep.header['loops'])}: {p['mean_steps']:.2f} steps, dCE {rise(p)}" for p in points],
-                line={"color": colour, "width": 1.8, "dash": "dash" if family in ORACLES else "solid"},
-                marker={"symbol": symbol, "size": 13 if family == "calibrated" else 7, "color": colour},
-                hovertemplate="%{text}<br>%{x:.3g}<extra></extra>",
-            )  # fmt: skip
+        for family in ["full", *(f for f in CURVES if sweep.family(f)), *rules_of(sweep)]:
+            curve(figure, sweep, family, cost)
         front = sweep.front(cost)
         figure.add_scatter(
-            x=[p[cost] * scale for p in front], y=[_squeezed(p["dce"]) for p in front], name="Pareto front",
+            x=[p[cost] * scale for p in front], y=[squeezed(p["dce"]) for p in front], name="Pareto front",
             mode="markers", hoverinfo="skip",
             marker={"symbol": "circle-open", "size": 14, "color": "#000000", "line": {"width": 1}},
         )  # fmt: skip
         layout(figure, label, "CE above the full run (nats)")
-        figure.update_layout(height=480)
-        costs = [p[cost] * scale for p in sweep.points if p.get(cost) is not None]
-        ticks = log_ticks(min(costs), max(costs))
-        figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
-        rises = [-0.1, -0.01, 0.0, 0.001, 0.01, 0.1, 1.0]
-        figure.update_yaxes(tickvals=[_squeezed(r) for r in rises], ticktext=[f"{r:+g}" if r else "0" for r in rises])
+        figure.update_layout(height=440)
+        cost_axis(figure, sweep, cost)
+        rise_axis(figure)
         panels.append((f"CE against {'FLOPs' if cost == 'flops' else 'time'}", figure))
     return panels
+
+
+def curve(figure: go.Figure, sweep: Sweep, family: str, cost: str) -> None:
+    """One family of settings: CE above the full run against a cost (`ms` or `flops`)."""
+    points = sorted((p for p in sweep.family(family) if p.get(cost) is not None), key=lambda p: p[cost])
+    name, colour, _, symbol = family_look(family)
+    lone, scale = family in ("full", "fixed-one", "calibrated"), 1e-6 if cost == "flops" else 1.0
+    figure.add_scatter(
+        x=[p[cost] * scale for p in points], y=[squeezed(p["dce"]) for p in points], name=name,
+        mode="markers" if lone else "lines+markers",
+        text=[f"{name_of(p, sweep.header['loops'])}: {p['mean_steps']:.2f} steps, dCE {rise(p)}" for p in points],
+        line={"color": colour, "width": 1.8, "dash": "dash" if family in ORACLES else "solid"},
+        marker={"symbol": symbol, "size": 13 if family == "calibrated" else 7, "color": colour},
+        hovertemplate="%{text}<br>%{x:.3g}<extra></extra>",
+    )  # fmt: skip
+
+
+def cost_axis(figure: go.Figure, sweep: Sweep, cost: str) -> None:
+    """A logarithmic axis of all costs of the sweep."""
+    costs = [p[cost] * (1e-6 if cost == "flops" else 1.0) for p in sweep.points if p.get(cost) is not None]
+    ticks = log_ticks(min(costs), max(costs))
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+
+
+def rise_axis(figure: go.Figure) -> None:
+    """Rises of CE, by `squeezed`."""
+    rises = [-0.1, -0.01, 0.0, 0.001, 0.01, 0.1, 1.0]
+    figure.update_yaxes(tickvals=[squeezed(r) for r in rises], ticktext=[f"{r:+g}" if r else "0" for r in rises])
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -83,7 +98,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [m * 10.0**d for d in decades for m in (1, 2, 5) if low / 2.5 <= m * 10.0**d <= high * 2.5]
 
 
-def _squeezed(rise: float) -> float:
+def squeezed(rise: float) -> float:
     """A rise of CE on an axis that is even near zero and logarithmic far from it."""
     return math.copysign(math.log10(1 + abs(rise) / 0.001), rise)
 

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from twoscale.config import UserError
+from twoscale.config.files import fingerprint
 from twoscale.config.run_folder import RunFolder
 from twoscale.config.serial import read_json, read_jsonl
 from twoscale.config.show import data_frame
@@ -162,6 +163,14 @@ def read_calibration_of(run: Path, sweep: Sweep | None) -> dict[str, Any] | None
     if found is None or sweep is None:
         return found
     return found if found.get("weights") == sweep.header.get("weights") and found.get("dtype", "fp32") == "fp32" else None
+
+
+def came_with_model(run: Path) -> bool:
+    """Whether a run's sweep is the one that came with the model that the run was made of (see `interop.measured`)."""
+    files = RunFolder(run)
+    source = read_json(files.source) if files.source.exists() else {}
+    came = source.get("measured") if isinstance(source, dict) else None
+    return came is not None and files.sweep.exists() and came == fingerprint(files.sweep)
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:

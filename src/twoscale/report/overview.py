@@ -1,0 +1,155 @@
+"""The first screen of a page: for each run one sentence of what to use, one picture that shows why, and the verdicts with a line each."""
+
+import html
+from typing import Any
+
+import plotly.graph_objects as go
+
+from twoscale.config.words import plural
+from twoscale.report.advice import in_a_sentence
+from twoscale.report.claims import Claim
+from twoscale.report.depth_words import headline
+from twoscale.report.interactive import Panel, layout
+from twoscale.report.load import RunFiles
+from twoscale.report.style import family_look
+from twoscale.report.tables import prose
+from twoscale.report.tradeoff_figures import rules_of
+from twoscale.report.tradeoff_panels import cost_axis, curve, rise_axis, squeezed
+from twoscale.report.words import evaluation_text
+from twoscale.tradeoff.choice import choose, name_of
+from twoscale.tradeoff.depth_summary import BASE, depth_rows
+
+MARKS = {"confirmed": "✓", "refuted": "✗", "undecided": "?"}
+SHOWN = ("fixed", "oracle-stay", "oracle-lagrange")  # beside the rules
+HEIGHT = 380
+
+
+def advice_of(run: RunFiles) -> str:
+    """What to use, in a sentence; without a sweep what to run for it."""
+    if run.depth is not None:
+        return headline(run.depth)
+    if run.sweep is None:
+        return f"What to use is not known yet: `twoscale sweep {run.folder.as_posix()}` measures what every exit rule saves and costs."
+    return in_a_sentence(run.sweep, run.calibration)
+
+
+def picture(run: RunFiles) -> Panel | None:
+    """Loss, or accuracy, against what it costs; without a sweep the loss by loops, where it was measured."""
+    if run.depth is not None:
+        return _accuracy_against_steps(run)
+    if run.sweep is not None and run.sweep.point("full") is not None:
+        return _loss_against_cost(run)
+    return _loss_by_loops(run) if run.evaluation is not None else None
+
+
+def _loss_against_cost(run: RunFiles) -> Panel:
+    """Fixed depths, rules and oracles; the recommended setting in a ring."""
+    sweep = run.sweep
+    assert sweep is not None
+    cost, figure = sweep.cost, go.Figure()
+    for family in ("full", *(f for f in SHOWN if sweep.family(f)), *rules_of(sweep)):
+        curve(figure, sweep, family, cost)
+    choice = choose(sweep, run.calibration)
+    assert choice is not None
+    pick, scale = choice.pick, 1e-6 if cost == "flops" else 1.0
+    figure.add_scatter(
+        x=[pick[cost] * scale], y=[squeezed(pick["dce"])], name=f"recommended: {name_of(pick, sweep.header['loops'])}", mode="markers",
+        hoverinfo="skip", marker={"symbol": "circle-open", "size": 22, "color": "#C2185B", "line": {"width": 3}},
+    )  # fmt: skip
+    layout(figure, "ms a token" if cost == "ms" else "MFLOP a token", "CE above the full run (nats)")
+    cost_axis(figure, sweep, cost)
+    rise_axis(figure)
+    figure.update_layout(height=HEIGHT)
+    what = "time" if cost == "ms" else "counted FLOPs"
+    return f"Loss against {what}: lower and further left is better; oracles see the labels", figure
+
+
+def _accuracy_against_steps(run: RunFiles) -> Panel:
+    """Every rule at its certified setting, on a task."""
+    sweep = run.depth
+    assert sweep is not None
+    figure = go.Figure()
+    rows = [row for row in depth_rows(sweep) if row.scope == "all" and (row.id is not None or row.family in BASE)]
+    for kind, colour, symbol in (("baselines", "#666666", "x"), ("exit rules", "#0072B2", "circle")):
+        mine = [row for row in rows if (row.family in BASE) == (kind == "baselines")]
+        figure.add_scatter(
+            x=[row.steps for row in mine], y=[100 * row.accuracy for row in mine], name=kind, mode="markers",
+            text=[row.label for row in mine], marker={"color": colour, "symbol": symbol, "size": 10},
+            error_x={
+                "type": "data", "array": [row.steps_high - row.steps for row in mine],
+                "arrayminus": [row.steps - row.steps_low for row in mine], "thickness": 1, "width": 2,
+            },
+            hovertemplate="%{text}<br>%{x:.2f} steps, %{y:.1f} % right<extra></extra>",
+        )  # fmt: skip
+    layout(figure, "mean steps of the answers", "right answers (%)").update_layout(height=HEIGHT)
+    return "Accuracy against steps, every rule at its certified setting", figure
+
+
+def _loss_by_loops(run: RunFiles) -> Panel:
+    found = run.evaluation
+    assert found is not None
+    losses = {int(k): ce for k, ce in found["cross_entropy_by_loops"].items()}
+    figure = go.Figure()
+    _, colour, _, symbol = family_look("fixed")
+    figure.add_scatter(
+        x=list(losses), y=list(losses.values()), name="loss", mode="lines+markers", line={"color": colour, "width": 2},
+        marker={"symbol": symbol, "size": 8}, hovertemplate="%{x} loops: %{y:.4f} nats<extra></extra>",
+    )  # fmt: skip
+    layout(figure, "loops", "CE (nats a token)").update_layout(height=HEIGHT)
+    return f"Loss by loops, on {evaluation_text(found)}", figure
+
+
+def verdict_list(claims: list[Claim], prefix: str) -> str:
+    """The paper's claims with a line each."""
+    lines = "".join(
+        f"<li><span class='mark {c.outcome}' title='{c.outcome}'>{MARKS[c.outcome]}</span> ({c.letter}) {html.escape(c.text)} "
+        f"<span class='outcome {c.outcome}'>{c.outcome}</span></li>"
+        for c in claims
+    )
+    return f"<ul class='verdicts'>{lines}</ul><p class='soft'><a href='#{prefix}claims'>Numbers and rules behind each verdict</a></p>"
+
+
+def missing(run: RunFiles) -> list[tuple[str, str]]:
+    """What the page could show and the run's files do not have, with the command that measures it."""
+    folder = run.folder.as_posix()
+    known: list[tuple[bool, str, str]] = [
+        (run.sequence is not None and "limit" in run.last["groups"][0], "trajectories and limits", f"twoscale trace {folder}"),
+    ]
+    if run.config.task == "none":
+        known += [
+            (run.calibration is not None, "certified thresholds", f"twoscale calibrate {folder}"),
+            (run.sweep is not None, "the trade-off, texts and what to use", f"twoscale sweep {folder}"),
+        ]
+    else:
+        known.append((run.depth is not None, "which rules find the depth", f"twoscale sweep {folder}"))
+    return [(what, command) for there, what, command in known if not there]
+
+
+def missing_html(run: RunFiles) -> str:
+    found = missing(run)
+    if not found:
+        return ""
+    again = f"twoscale report {run.folder.as_posix()}"
+    items = "".join(f"<li>{html.escape(what)}: <code>{html.escape(command)}</code></li>" for what, command in found)
+    return f"<div class='missing'><p>Not measured yet; run this, then <code>{html.escape(again)}</code>:</p><ul>{items}</ul></div>"
+
+
+def shipped_words(run: RunFiles) -> str:
+    """A remark where the measurements came with the model: which machine its times are of."""
+    if not run.shipped or run.sweep is None:
+        return ""
+    head: dict[str, Any] = run.sweep.header
+    machine = ", ".join(filter(None, (str(head.get("cpu") or ""), plural(int(head.get("threads") or 1), "thread"))))
+    return (
+        f"These measurements came with the model and were not made here: times are of {machine}. "
+        f"`twoscale sweep {run.folder.as_posix()}` measures on this machine."
+    )
+
+
+def card(run: RunFiles, claims: list[Claim], picture_html: str, prefix: str) -> str:
+    """The first screen of one run."""
+    shipped = shipped_words(run)
+    return (
+        f"<p class='advice'>{prose(advice_of(run))}</p>{f'<p class=soft>{prose(shipped)}</p>' if shipped else ''}{missing_html(run)}"
+        f"<div class='first'>{picture_html}<div><h3>The paper's claims on this model</h3>{verdict_list(claims, prefix)}</div></div>"
+    )
