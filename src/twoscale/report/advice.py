@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from twoscale.config.words import MARGIN, UNITS, all_loops, plural
-from twoscale.report.words import calibration_sentences, calibration_text, change, confidence, default_depth, rise, sweep_text
+from twoscale.report.words import beside_limit, calibration_sentences, calibration_text, change, confidence, default_depth, rise, sweep_text
 from twoscale.tradeoff.choice import (
     FIXED,
     FLAT,
@@ -92,17 +92,24 @@ def in_a_sentence(sweep: Sweep, calibration: Mapping[str, Any] | None = None) ->
     loops, cost = sweep.header["loops"], sweep.cost
     what = "time" if cost == "ms" else "FLOPs"
     if pick is base:
-        saved = f"nothing that was tried costs less {what} at the same quality"
+        kept = "was certified to the same limit" if choice.certified else f"keeps CE within {FLAT} nats by its whole interval"
+        saved = f"it is {against}, and nothing that {kept} costs {'less time' if cost == 'ms' else 'fewer FLOPs'}"
     elif (below(pick, base, cost) or below(base, pick, cost)) and (words := change(pick[cost], base[cost])):
         saved = f"{words} {what} than {against} ({cost_words(pick, cost)} against {cost_words(base, cost)})"
     else:
         saved = f"no measurable difference in {what} from {against}"
-    quality = _reported(pick, calibration) if choice.certified and calibration is not None else pick
-    lost = "" if pick["family"] == "full" or quality is None else f"; the loss changes by {rise(quality)} nats against {all_loops(loops)}"
-    certified = ""
-    if choice.certified and calibration is not None and pick["family"] != "full":
-        certified = f", and is certified to rise by no more than {calibration['goal']['max_dce']:g}"
-    return f"Use {_asked(pick, loops)}: {saved}{lost}{certified}."
+    return f"Use {_asked(pick, loops)}: {saved}{_cost_in_loss(pick, choice, calibration, loops)}."
+
+
+def _cost_in_loss(pick: Point, choice: Choice, calibration: Mapping[str, Any] | None, loops: int) -> str:
+    """What a setting costs in loss: certified, with what other text says of it, or measured on the text it was chosen on."""
+    if pick["family"] == "full":
+        return ""
+    if not choice.certified or calibration is None:
+        return f"; the loss changes by {rise(pick)} nats against {all_loops(loops)} (on the text it was chosen on, not certified)"
+    limit, found = calibration["goal"]["max_dce"], _reported(pick, calibration)
+    bound = f"; the loss is certified to lie no more than {limit:g} nats above that of {all_loops(loops)}"
+    return bound if found is None else f"{bound}, on other text it is {rise(found)} ({beside_limit(found, limit, 'the limit')})"
 
 
 def _asked(point: Point, loops: int) -> str:

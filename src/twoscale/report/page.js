@@ -27,7 +27,7 @@ const seen = new IntersectionObserver((entries) => {  // a plot is drawn when it
 }, {rootMargin: '600px'});
 document.querySelectorAll('.plot').forEach((place) => seen.observe(place));
 const colours = () => document.querySelectorAll('[data-colour]').forEach((e) => {
-  e.style.borderTopColor = dark.matches ? lighter(e.dataset.colour) : e.dataset.colour;
+  e.style[e.classList.contains('dot') ? 'borderColor' : 'borderTopColor'] = dark.matches ? lighter(e.dataset.colour) : e.dataset.colour;
 });
 colours();
 dark.addEventListener('change', () => {

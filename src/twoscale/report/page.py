@@ -245,6 +245,7 @@ class LegendEntry:
     name: str
     colour: str
     dash: str
+    """`solid`, `dash`, `dot`, or `none` for points without a line."""
     hidden: bool
 
 
@@ -255,16 +256,18 @@ def _legend(figure: go.Figure) -> list[LegendEntry]:
         if trace.type == "scatter" and trace.name and trace.showlegend is not False:
             line, marker = trace.line.color, trace.marker.color
             colour = line if isinstance(line, str) else marker if isinstance(marker, str) else "#888888"
-            found.append(LegendEntry(trace.name, colour, trace.line.dash or "solid", trace.visible == "legendonly"))
+            dash = "none" if trace.mode == "markers" else trace.line.dash or "solid"
+            found.append(LegendEntry(trace.name, colour, dash, trace.visible == "legendonly"))
     return found
 
 
 def _legend_html(entries: list[LegendEntry], title: str | None) -> str:
     """One legend for all panels of a figure; a click on a name shows or hides its curve in all of them."""
-    styles = {"dash": "dashed", "dot": "dotted"}
+    lines = {"dash": "border-top: 3px dashed", "dot": "border-top: 3px dotted", "none": "border-color:"}
     items = "".join(
         f"<button type='button' class='key{' off' if e.hidden else ''}' data-name='{html.escape(e.name)}'>"
-        f"<i data-colour='{e.colour}' style='border-top:3px {styles.get(e.dash, 'solid')} {e.colour}'></i>{html.escape(e.name)}</button>"
+        f"<i class='{'dot' if e.dash == 'none' else ''}' data-colour='{e.colour}' "
+        f"style='{lines.get(e.dash, 'border-top: 3px solid')} {e.colour}'></i>{html.escape(e.name)}</button>"
         for e in entries
     )
     return f"<div class='keys'>{f'<span class=soft>{html.escape(title)}:</span>' if title else ''}{items}</div>"
@@ -283,7 +286,7 @@ def commands(run: RunFiles) -> list[str]:
         named = f" --rules {' '.join(rules)}" if set(rules) != set(PAPER_RULES) else ""
         named += f" --taus {' '.join(f'{tau:g}' for tau in taus)}" if taus != TAUS else ""
         learned = "" if s.family("learned") else " --no-controller"
-        learned += " --few" if s.header["loops"] > 5 and s.point("fixed:5") is None and s.header.get("mean_loops") != 5 else ""
+        learned += " --few" if s.header.get("few") and s.point("fixed:5") is None else ""
         asked = s.header.get("asked_windows", s.header.get("windows"))
         found.append(f"twoscale sweep {folder}{named} --loops {s.header['loops']} --windows {asked} --rounds {s.rounds}{learned}")
     if (d := run.depth) is not None:

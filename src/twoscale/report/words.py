@@ -99,14 +99,25 @@ def calibration_sentences(found: Mapping[str, Any], mean_loops: int | None) -> l
     r = found["report"]
     mine = r["calibrated"]
     sentences = [_bound_words(found)]
+    certified = any(found["rules"]) and math.isfinite(found["bound"])
+    check = f": {beside_limit(mine, found['bound'], 'the bound')}" if certified and "dce_low" in mine else ""
     sentences.append(
         f"On {calibration_text(found, 'report')}, which neither fitting nor certifying has seen: {mine['mean_steps']:.2f} steps, "
-        f"CE {mine['ce']:.4f}, dCE {rise(mine)} nats against {all_loops(found['loops'])}."
+        f"CE {mine['ce']:.4f}, dCE {rise(mine)} nats against {all_loops(found['loops'])}{check}."
     )
     sentences.append(_default_words(found, found.get("mean_loops", mean_loops)))
     sentences.append(_rival_words(found, "single"))
     sentences.append(_rival_words(found, "fixed"))
     return [words for words in sentences if words]
+
+
+def beside_limit(p: Mapping[str, Any], limit: float, name: str) -> str:
+    """A measured rise of CE beside a limit that was certified on other text, by the whole interval."""
+    if p["dce_high"] <= limit:
+        return f"below {name} by its whole interval"
+    if p["dce_low"] > limit:
+        return f"above {name} by its whole interval, so the certificate does not hold on this text"
+    return f"{name} lies in the interval, so this text neither confirms nor contradicts it"
 
 
 def _bound_words(found: Mapping[str, Any]) -> str:

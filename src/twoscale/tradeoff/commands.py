@@ -120,6 +120,7 @@ def sweep(
             opened.model, opened.text("report", windows), loops, *about, windows,
             lambda token: opened.tokenizer.decode([token]), opened.source, quiet=progress is None,
         )  # fmt: skip
+        sweeper.remarks |= {"few": True} if few else {}
         found = sweeper.run(points, say)
         if world.main:
             _write_samples(run, opened, found, {p.id: p for stage in points for p in stage})

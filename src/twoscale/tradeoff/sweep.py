@@ -62,7 +62,10 @@ class Sweeper:
             "tokens": text.n_asked, "clusters": text.n_clusters, "by": text.by, "text": text.fingerprint,
             "groups": model.config.n_groups,
         }  # fmt: skip
-        self.remarks = {"mean_loops": model.config.mean_loops, "source": source}  # written, but a file without them is the same sweep
+        self.remarks: dict[str, Any] = {
+            "mean_loops": model.config.mean_loops,
+            "source": source,
+        }  # written, but a file without them is the same sweep
         self.depths: dict[tuple[int, ...], Evaluation] = {}
         self.table: Table | None = None
         self.records: dict[str, dict[str, Any]] = {}
