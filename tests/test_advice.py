@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import pytest
+
 from constructed import DEFAULT, FULL, HEADER, a_calibration, a_point, a_setting, a_sweep, an_old_calibration
-from twoscale.report.advice import recommend, sample_words, saving
+from twoscale.report.advice import in_a_sentence, recommend, sample_words, saving
+from twoscale.report.words import calibration_sentences
 from twoscale.tradeoff.choice import below, choose
 from twoscale.tradeoff.summary import Sweep
 
@@ -257,3 +260,51 @@ def test_the_paragraph_holds_the_calibration() -> None:
         "The calibrated thresholds of acceleration (asked for: max-dce 0.005) are not the recommendation. Certified on 900 tokens" in words
     )
     assert "no difference in steps" in words
+
+
+# -- the sentence at the top of a page ---------------------------------------------------------------------------
+
+
+def test_one_sentence_says_what_is_saved() -> None:
+    """Less, more or no difference, by whole intervals; the default itself is said to be it, and why."""
+    four = a_point("fixed:4", (3.9, 4.0, 4.1), 4.0, setting=4.0)
+    words = in_a_sentence(a_sweep(four))
+    assert words == (
+        "Use 4 loops for every token (`--loops 4`): 67 % less time than the default of 12 loops (4.00 [3.90, 4.10] ms a token against "
+        "12.0 [11.9, 12.1] ms a token); the loss changes by 0.0000 [-0.0010, +0.0010] nats against all 30 loops (on the text it was chosen "
+        "on, not certified)."
+    )
+    noisy = four | {"ms_high": 12.0}
+    assert "(`--loops 4`): no measurable difference in time from the default of 12 loops;" in in_a_sentence(a_sweep(noisy))
+    alone = in_a_sentence(Sweep(HEADER, [FULL, DEFAULT | {"setting": 12.0}], 3))
+    assert (
+        "(`--loops 12`): it is the default of 12 loops, and nothing that keeps CE within 0.01 nats by its whole interval costs less time;"
+        in alone
+    )
+    assert in_a_sentence(Sweep(HEADER, [], 0)).startswith("The sweep is not finished")
+    flops = in_a_sentence(a_sweep(four, rounds=1))
+    assert "67 % less FLOPs than the default of 12 loops (4.00 MFLOP a token against 12.00 MFLOP a token)" in flops
+
+
+@pytest.mark.parametrize(
+    ("dce", "words"),
+    [
+        (0.001, "+0.0010 [0.0000, +0.0020] (below the limit by its whole interval)."),
+        (0.0045, "+0.0045 [+0.0035, +0.0055] (not told apart from the limit, which lies in its interval)."),
+        (0.0065, "+0.0065 [+0.0055, +0.0075] (above the limit by its whole interval: the certificate does not hold on this text)."),
+    ],
+)
+def test_a_certificate_beside_other_text(dce: float, words: str) -> None:
+    """A certified limit never stands beside a measured rise without a word on which side of it the interval lies."""
+    found = a_calibration(fixed=a_setting(5.0, "fixed:5", dce), calibrated=a_setting(5.41, dce=dce))
+    sentence = in_a_sentence(certified_sweep(), found)
+    assert sentence.endswith(
+        f"; the loss is certified to lie no more than 0.005 nats above that of all 30 loops, on other text it is {words}"
+    )
+    paragraph = recommend(certified_sweep(), found)[1]
+    assert (
+        f"On the 800 tokens of other documents its dCE is {words[words.index('(') + 1 : -2].replace('the limit', 'that limit')}."
+        in paragraph
+    )
+    bound = a_calibration(calibrated=a_setting(5.41, dce=dce)) | {"bound": 0.005}
+    assert words[words.index("(") + 1 : -2].replace("the limit", "the bound") in calibration_sentences(bound, 12)[1]

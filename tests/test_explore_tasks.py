@@ -33,6 +33,7 @@ gradio = pytest.importorskip("gradio", reason="gradio is not installed (the extr
 
 from twoscale.explore import task_figures, task_page  # noqa: E402
 from twoscale.explore.answers import Problem, ReadOut, Solved, draw, solve  # noqa: E402
+from twoscale.explore.app import build  # noqa: E402
 from twoscale.explore.hops import edited, permutation, query, true_path, walk  # noqa: E402
 from twoscale.explore.layout import NODE, lay_out  # noqa: E402
 from twoscale.explore.session import Session  # noqa: E402
@@ -203,7 +204,7 @@ def test_carry() -> None:
         assert [(int(n), int(d)) for n, _, d in cells] == [(n, depths[n]) for n in reversed(range(task.digits))]
         assert len(re.findall("class=chain", shown)) == 2 * (depths[i] - 1)
         assert f"data-depth='{depths[i]}'" in task_figures.carry_walk_html(task, solved, solved.answers[i])
-    assert task_page.build(session) is not None
+    assert build([session]) is not None
 
 
 def test_first_settings(session: Session, task: Hops) -> None:
@@ -212,7 +213,7 @@ def test_first_settings(session: Session, task: Hops) -> None:
     assert task_page.first_settings(plain) == ("kl", 16)
     fitted = Session(session.model, session.tokenizer, "hops", ({0: exits.StepNorm(8.0)}, 14), task)
     assert task_page.first_settings(fitted) == ("calibrated", 14)
-    page = task_page.build(fitted)
+    page = build([fitted])
     sliders = {b.elem_id: b for b in page.blocks.values() if getattr(b, "elem_id", None) in ("loops", "hops", "node", "power")}
     assert len(sliders) == 4 and all(s.minimum <= s.value <= s.maximum for s in sliders.values())
     assert sliders["loops"].value >= task.max_depth
@@ -242,7 +243,7 @@ def test_run_folders(tmp_path: Path, name: str) -> None:
         opened = open_session(str(folder))
         assert opened.task == load_task(run) and opened.task is not None
         opened.warm_up()
-        assert task_page.build(opened) is not None
+        assert build([opened]) is not None
     assert open_session("bundled").task is None
 
 
@@ -313,6 +314,12 @@ def test_in_a_browser(browser) -> None:  # type: ignore[no-untyped-def]
             WebDriverWait(browser, 60, 0.1).until(lambda b: b.find_element(By.ID, "answers").get_attribute("innerHTML") != before)
             assert browser.find_element(By.CSS_SELECTOR, "#sample input").get_attribute("value") == str(task_page.SAMPLE + 1)
             wait("#curve-0 .js-plotly-plot .trace")
+            assert f"sample={task_page.SAMPLE + 1}" in browser.current_url and "rule=" in browser.current_url
+            shown = browser.find_element(By.ID, "answers").get_attribute("innerHTML")
+            browser.get(browser.current_url)
+            WebDriverWait(browser, 60, 0.1).until(
+                lambda b: [e.get_attribute("innerHTML") for e in b.find_elements(By.ID, "answers")] == [shown]
+            )
             check_console_and_network(browser, address)
         finally:
             timer.cancel()

@@ -25,7 +25,8 @@ from twoscale.report import registry
 from twoscale.report.build import report
 from twoscale.report.claims import judge
 from twoscale.report.load import RunFiles, load_run
-from twoscale.report.page import MARKS, page_html
+from twoscale.report.overview import MARKS
+from twoscale.report.page import page_html, run_html
 from twoscale.report.registry import FigureEntry
 from twoscale.report.style import chosen, ordered_colours, visible
 from twoscale.train import start_run
@@ -88,7 +89,8 @@ def test_page(run: Path, cli: CommandLine) -> None:
     page = Path(out.strip()).read_text()
     assert code == 0 and len(page) < 8_000_000
     for name in ("step_norms", "step_cosines", "accelerations", "drift_to_loop", "limit", "trajectories", "verdict_map"):
-        assert f"id='{name}-0'" in page
+        assert f"id='{name}-0'" in page or (name == "verdict_map" and "so there is no map to draw" in page)
+        assert f"<a href='#{name}'>" in page and f"<details class='part' id='{name}'>" in page, "in the contents, and folded"
         image = Image.open(run / "report" / "figures" / f"{name}.png")
         assert image.width > 800 and len(set(image.convert("L").resize((200, 200)).tobytes())) > 5
         assert (run / "report" / "figures" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
@@ -102,7 +104,7 @@ def test_no_network(run: Path) -> None:
     page = report(run).path.read_text()
     outside_script = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     for target in re.findall(r"(?:src|href)=['\"]([^'\"]+)", outside_script):
-        assert target.startswith("figures/"), target
+        assert target.startswith(("figures/", "#")), target
     assert "@import" not in outside_script and "url(" not in outside_script
 
 
@@ -121,7 +123,7 @@ def test_one_entry_a_figure(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
     found = report(run, tmp_path / "out", progress=lines.append)
     page = found.path.read_text()
     assert (
-        "<section id='toy'><h2>A toy</h2><p>With <code>code</code>. Claim (d): " in page
+        "<details class='part' id='toy'><summary><h2>A toy</h2></summary><p>With <code>code</code>. Claim (d): " in page
         and "<img src='figures/toy.png' alt='A toy'>" in page
     )
     assert "absent" not in page and not list((tmp_path / "out").rglob("absent*")) and "id='step_norms-0'" in page
@@ -146,7 +148,8 @@ def test_report_value(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_looks(run: Path) -> None:
     """The page follows the reader's system, or is light or dark where that is asked for."""
-    both, dark, light = (page_html([load_run(run)], [""], asked) for asked in (None, True, False))
+    files = load_run(run)
+    both, dark, light = (page_html([files], [run_html(files, "figures")], asked) for asked in (None, True, False))
     assert "content='light dark'" in both and "@media (prefers-color-scheme: dark)" in both and "matchMedia('(prefers" in both
     assert "content='dark'" in dark and "prefers-color-scheme" not in dark.split("</style>")[0] and "{matches: true," in dark
     assert (
@@ -156,16 +159,27 @@ def test_looks(run: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")
 def test_page_in_a_browser(run: Path, tmp_path: Path) -> None:
-    """In a browser every plot is drawn, inside its card, at desktop and phone width."""
+    """In a browser every plot is drawn once all sections are open, inside its card, at desktop and phone width."""
     page = report(run).path
     for width in (1280, 500):
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
         flags += ["--disable-component-update", "--disable-quic", f"--user-data-dir={tmp_path / str(width)}", f"--window-size={width},3000"]
-        command = [str(CHROMIUM), *flags, "--virtual-time-budget=20000", "--dump-dom", f"file://{page}"]
+        command = [str(CHROMIUM), *flags, "--virtual-time-budget=20000", "--dump-dom", f"file://{page}#all"]
         dom = subprocess.run(command, capture_output=True, text=True, timeout=180).stdout
         assert dom.count("main-svg") >= 10, "the plots are drawn"
         sizes = [int(float(w)) for w in re.findall(r"class=\"main-svg\"[^>]*?width=\"([\d.]+)\"", dom)]
         assert sizes and max(sizes) <= width
+
+
+def test_one_legend_a_figure(run: Path) -> None:
+    """Panels of a figure share one legend above them, which names each curve once; the panels have none."""
+    page = report(run).path.read_text()
+    part = page.split("<details class='part' id='step_norms'>")[1].split("</details>")[0]
+    names = re.findall(r"data-name='([^']*)'", part)
+    assert part.count("class='keys'") == 1 and len(names) == len(set(names)) > 1 and "training step:" in part
+    figures = [json.loads(text) for text in re.findall(r"<script type='application/json'[^>]*>(.*?)</script>", part, flags=re.S)]
+    assert len(figures) == 2 and all(f["layout"]["showlegend"] is False for f in figures)
+    assert {t["name"] for f in figures for t in f["data"] if t.get("showlegend") is not False} == set(names)
 
 
 def test_report_needs_no_torch() -> None:

@@ -17,11 +17,14 @@ from twoscale.cli.parse import parse
 from twoscale.cli.sweep import SweepArgs, table as sweep_lines
 from twoscale.config import presets
 from twoscale.report.load import RunFiles
+from twoscale.report.overview import advice_of, missing, missing_html, picture, shipped_words
 from twoscale.report.page import TAUS, about_run, commands, glossary
 from twoscale.report.registry import FIGURES
 from twoscale.report.tables import evaluation_table, samples_section, sweep_table
 from twoscale.tradeoff.points import TAUS as POINT_TAUS
 from twoscale.train.trainer import progress_summary
+
+FIGURE = {entry.name: entry for entry in FIGURES}
 
 # -- tables and commands -----------------------------------------------------------------------------------------
 
@@ -185,13 +188,53 @@ def test_samples_section() -> None:
     assert "Every token took 2.5 steps" in samples_section(found, None) and "ramp" not in samples_section(found, None)
 
 
+# -- the first screen --------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_and_how_to_make_it() -> None:
+    """The page names what was not measured with the command that measures it, and nothing that was."""
+    assert [command for _, command in missing(a_run())] == [
+        "twoscale trace runs/one", "twoscale calibrate runs/one", "twoscale sweep runs/one",
+    ]  # fmt: skip
+    assert "`twoscale sweep runs/one` measures what every exit rule saves" in advice_of(a_run()) and picture(a_run()) is None
+    swept = a_run(sweep=a_sweep(), calibration=a_calibration())
+    assert [command for _, command in missing(swept)] == ["twoscale trace runs/one"] and advice_of(swept).startswith("Use ")
+    assert "<code>twoscale trace runs/one</code>" in missing_html(swept) and "twoscale sweep" not in missing_html(swept)
+
+
+def test_measurements_that_came_along() -> None:
+    """Where a sweep came with the model the page says so and names the machine of its times; otherwise it says nothing."""
+    assert shipped_words(a_run(sweep=a_sweep())) == "" and shipped_words(a_run(shipped=True)) == ""
+    words = shipped_words(a_run(sweep=a_sweep(cpu="A CPU", threads=2), shipped=True))
+    assert words.startswith("These measurements came with the model and were not made here: times are of A CPU, 2 threads.")
+
+
+def test_one_colour_is_a_sentence() -> None:
+    """A map of one colour is a sentence instead; with two verdicts it is drawn."""
+    entry = next(e for e in FIGURES if e.name == "verdict_map")
+    one = {"verdicts": [[0, 0], [0, 0]], "verdict_names": ["settling", "drifting"], "tokens": ["a", "b"]}
+    run = a_run()
+    assert "All 2 tokens of the sequence are settling in every group" in entry.instead(replace(run, sequence=one))
+    assert entry.instead(replace(run, sequence=one | {"verdicts": [[0, 0], [0, 1]]})) == ""
+
+
+def test_no_circle_without_a_point() -> None:
+    """Every point of the Pareto front and the recommended one is drawn as a point of its own family, on the page's figures."""
+    sweep = a_sweep(a_point("fixed:4", (3.9, 4.0, 4.1), 4.0, setting=4.0), a_point("kl:0.1", (5.0, 5.1, 5.2), 5.0, 0.002, setting=0.1))
+    run = a_run(sweep=sweep)
+    for title, figure in [*FIGURE["tradeoff"].page(run), picture(run)]:  # type: ignore[misc]
+        circles = [t for t in figure.data if t.marker.symbol == "circle-open"]
+        points = {(x, y) for t in figure.data if t not in circles for x, y in zip(t.x, t.y, strict=True)}
+        assert circles and all((x, y) in points for t in circles for x, y in zip(t.x, t.y, strict=True)), title
+
+
 # -- the explorer ------------------------------------------------------------------------------------------------
 
 
 def test_explorer_words() -> None:
     """The race tells loop work against the default depth, speed against the named full run, and where the texts differ."""
     pytest.importorskip("plotly")
-    from twoscale.explore.figures import calibrated_mark, inspection_words, lane_words, legend, race_words
+    from twoscale.explore.figures import calibrated_mark, inspection_words, lane_words, legend, race_legend, race_words
     from twoscale.explore.session import Inspection, Lane, Race
 
     def lane(ids: list[int], steps: tuple[int, ...], ms: float) -> Lane:
@@ -204,11 +247,15 @@ def test_explorer_words() -> None:
     words = race_words(Race(lane([1, 2, 9], (24, 24), 30.0), full, (30, 40), [1, 2], 12))
     assert (
         words
-        == "100 % more loop work than the default of 12 loops · **0.83x** as fast as all 30 / 40 loops · first difference at new token 2"
+        == "100 % more loop work than the default of 12 loops · **0.83x** as fast as all 30 / 40 loops · the texts part at new token 2"
     )
     assert race_words(Race(lane([1], (), 0.0), full, (30, 30), [1, 2], 12)) == ""
     assert lane_words(quick, [1, 2]) == "**3** tokens · **10.0 ms** a token · first after 1.00 s · mean steps **4.0**"
-    assert lane_words(lane([1], (), 0.0), [1, 2]) == "reading the prompt …" and "<span>30 steps" in legend((30, 12))
+    assert lane_words(lane([1], (), 0.0), [1, 2]) == "reading the prompt …" and "<span>30 steps</span>" in legend(1, 30)
+    assert "<span>1 step</span>" in legend(1, 30) and "ramp" not in legend(4.0, 4.0) and "4 steps for every token" in legend(4.0, 4.0)
+    assert "3.7 steps" in legend(3.667, 4.333, "; more") and "4.3 steps; more" in legend(3.667, 4.333, "; more")
+    race = Race(lane([1, 2, 3], (6, 3), 1.0), full, (30, 30), [1, 2], 12)
+    assert race.scale == (4.5, 4.5) and "4.5 steps for every token, mean over groups; dashed" in race_legend(race)
     mark = calibrated_mark("kl", [0.1, None, 1e-9], -6.0, 2.0, ["4", "5-6", "7"])
     assert "title='group 1 (layer 4): 0.1'" in mark
     assert mark.count("▲") == 2 and "kl, calibrated: 0.1, all loops, 1e-09 (group by group)" in mark

@@ -163,8 +163,10 @@ def _certified_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choic
         if choice.pick["family"] != "full"
         else "it is the full run itself"
     )
+    found = _reported(choice.pick, calibration) if choice.pick["family"] != "full" else None
+    check = f" On the {plural(tokens, 'token')} of other documents its dCE is {beside_limit(found, limit, 'that limit')}." if found else ""
     words = [
-        f"For this model use {described[id(choice.pick)]}. It is certified on {calibration_text(calibration, 'certify')}: {bound}.",
+        f"For this model use {described[id(choice.pick)]}. It is certified on {calibration_text(calibration, 'certify')}: {bound}.{check}",
         _rivals(sweep, choice, described),
         _beside(sweep, calibration, choice),
     ]

@@ -100,7 +100,7 @@ def calibration_sentences(found: Mapping[str, Any], mean_loops: int | None) -> l
     mine = r["calibrated"]
     sentences = [_bound_words(found)]
     certified = any(found["rules"]) and math.isfinite(found["bound"])
-    check = f": {beside_limit(mine, found['bound'], 'the bound')}" if certified and "dce_low" in mine else ""
+    check = f", {beside_limit(mine, found['bound'], 'the bound')}" if certified and "dce_low" in mine else ""
     sentences.append(
         f"On {calibration_text(found, 'report')}, which neither fitting nor certifying has seen: {mine['mean_steps']:.2f} steps, "
         f"CE {mine['ce']:.4f}, dCE {rise(mine)} nats against {all_loops(found['loops'])}{check}."
@@ -116,8 +116,8 @@ def beside_limit(p: Mapping[str, Any], limit: float, name: str) -> str:
     if p["dce_high"] <= limit:
         return f"below {name} by its whole interval"
     if p["dce_low"] > limit:
-        return f"above {name} by its whole interval, so the certificate does not hold on this text"
-    return f"{name} lies in the interval, so this text neither confirms nor contradicts it"
+        return f"above {name} by its whole interval: the certificate does not hold on this text"
+    return f"not told apart from {name}, which lies in its interval"
 
 
 def _bound_words(found: Mapping[str, Any]) -> str:
