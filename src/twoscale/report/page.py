@@ -286,7 +286,7 @@ def commands(run: RunFiles) -> list[str]:
         named = f" --rules {' '.join(rules)}" if set(rules) != set(PAPER_RULES) else ""
         named += f" --taus {' '.join(f'{tau:g}' for tau in taus)}" if taus != TAUS else ""
         learned = "" if s.family("learned") else " --no-controller"
-        learned += " --few" if s.header.get("few") and s.point("fixed:5") is None else ""
+        learned += " --few" if s.header.get("few") and s.point("fixed:10") is None else ""
         asked = s.header.get("asked_windows", s.header.get("windows"))
         found.append(f"twoscale sweep {folder}{named} --loops {s.header['loops']} --windows {asked} --rounds {s.rounds}{learned}")
     if (d := run.depth) is not None:

@@ -30,7 +30,7 @@ PRICES = (0.001, 0.003, 0.01, 0.03)  # nats a step that the second one pays
 DEPTHS = (1, 2, 4)  # of one group, the others at full depth
 MIXED = 27  # combinations of depths in different groups that the second oracle may choose from as well
 SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # fixed depths of which a point is made
-FEW = (1, 2, 3, 4, 6, 8, 12, 20)  # of them, in a short sweep
+FEW = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)  # of them, in a short sweep: those that a calibration tests
 
 
 @dataclass(frozen=True)
