@@ -14,6 +14,7 @@ PROGRAMS = ("twoscale", "torchrun", "pip", "make", "curl", "git", "python", "pyt
 
 NOT_RUN = {
     r"make reproduce|make test|make test-long": "minutes; `make reproduce` is `twoscale reproduce`, run below and in test_reproduce.py",
+    r"twoscale reproduce --bundled-only|twoscale export .* --measurements": "minutes, and writes into the package; see test_measured.py",
     r"pip install .*": "needs the network and changes the environment; test_install_commands looks at what it names",
 }
 
