@@ -7,7 +7,7 @@ import pytest
 
 from constructed import HEADER, a_point, a_record
 from twoscale.report.claims import Claim, judge
-from twoscale.report.exit_claims import judge_exits
+from twoscale.report.exit_claims import beside, judge_exits
 from twoscale.tradeoff.summary import Sweep
 
 # -- claims (a) to (d) -------------------------------------------------------------------------------------------
@@ -174,6 +174,17 @@ def test_claim_e() -> None:
     assert exit_claim("e", rounds=2).outcome == "undecided" == exit_claim("e", 2, **{name: fast(561.0, 580.0)}).outcome
     missing = exit_claim("e", **{name: None})
     assert missing.outcome == "undecided" and missing.measured.startswith("not measured")
+
+
+def test_verdicts_and_printed_numbers_agree() -> None:
+    """A number beside a limit is printed with as many digits as it takes to see on which side it lies."""
+    assert [beside(x, 0.8) for x in (0.8, 0.79, 0.8018, 0.80004, 0.7996)] == ["0.80", "0.79", "0.802", "0.80004", "0.7996"]
+    undecided = exit_claim("e", **{"acceleration:0.01": fast(440.0, 457.0)})
+    assert undecided.outcome == "undecided" and "[0.75, 0.802]" in undecided.measured
+    near = exit_claim("e", **{"acceleration:0.01": fast(350.0, 370.0, 0.00903)})
+    assert near.outcome == "undecided" and "dCE +0.0090 [+0.0080, +0.01003]" in near.measured
+    low = exit_claim("g", **{"step-norm:0.01": ((290.0, 300.0, 310.0), 12.0, 0.01098)})
+    assert low.outcome == "undecided" and "+0.0110 [+0.00998, +0.0120] at 1e-2" in low.measured
 
 
 def test_claim_f() -> None:

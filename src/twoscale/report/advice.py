@@ -98,6 +98,8 @@ def in_a_sentence(sweep: Sweep, calibration: Mapping[str, Any] | None = None) ->
         saved = f"{words} {what} than {against} ({cost_words(pick, cost)} against {cost_words(base, cost)})"
     else:
         saved = f"no measurable difference in {what} from {against}"
+        if cost == "ms" and (below(pick, base, "flops") or below(base, pick, "flops")):
+            saved += f", {change(pick['flops'], base['flops'], 'fewer')} FLOPs"
     return f"Use {_asked(pick, loops)}: {saved}{_cost_in_loss(pick, choice, calibration, loops)}."
 
 

@@ -1,7 +1,7 @@
 """The paper's claims on exits, (e) to (g): pure functions of a sweep, each judged by a rule that is stated beside the verdict."""
 
 from twoscale.report.claims import Claim, Outcome
-from twoscale.report.words import rise, signed
+from twoscale.report.words import signed
 from twoscale.tradeoff.choice import FLAT, Point
 from twoscale.tradeoff.summary import ROUNDS, Sweep
 
@@ -13,6 +13,22 @@ def judge_exits(sweep: Sweep) -> list[Claim]:
 
 def _at(sweep: Sweep, family: str, tau: float) -> Point | None:
     return next((p for p in sweep.family(family) if p["setting"] == tau), None)
+
+
+def beside(x: float, *limits: float, digits: int = 2) -> str:
+    """A number with as many digits as it takes to see on which side of the limits it lies, so that a verdict never contradicts it."""
+    while digits < 9 and any((round(x, digits) > limit) != (x > limit) or (round(x, digits) < limit) != (x < limit) for limit in limits):
+        digits += 1
+    return f"{x:.{digits}f}"
+
+
+def _signed(x: float, *limits: float) -> str:
+    """A rise of CE with its sign, beside limits."""
+    return signed(x) if len(shown := beside(x, *limits, digits=4)) <= len(f"{x:.4f}") else f"{'+' if x > 0 else ''}{shown}"
+
+
+def _rise(point: Point, *limits: float) -> str:
+    return f"{signed(point['dce'])} [{_signed(point['dce_low'], *limits)}, {_signed(point['dce_high'], *limits)}]"
 
 
 def _faster(sweep: Sweep) -> Claim:
@@ -32,8 +48,8 @@ def _faster(sweep: Sweep) -> Claim:
     elif (low > 0.95 and sweep.rounds >= ROUNDS) or b["dce_low"] > 2 * FLAT:
         outcome = "refuted"
     measured = (
-        f"{a['ms']:.1f} to {b['ms']:.1f} ms a token ({b['ms'] / a['ms']:.2f} [{low:.2f}, {high:.2f}]; paper 0.62), "
-        f"{a['mean_steps']:.1f} to {b['mean_steps']:.1f} steps, dCE {rise(b)}"
+        f"{a['ms']:.1f} to {b['ms']:.1f} ms a token ({b['ms'] / a['ms']:.2f} [{beside(low, 0.95)}, {beside(high, 0.8)}]; paper 0.62), "
+        f"{a['mean_steps']:.1f} to {b['mean_steps']:.1f} steps, dCE {_rise(b, FLAT, 2 * FLAT)}"
     )
     return Claim("e", text, rule, measured, outcome)
 
@@ -59,9 +75,9 @@ def _kl(sweep: Sweep) -> Claim:
     elif max(p["dce_low"] for p in points) > FLAT or (high < 1.02 and sweep.rounds >= ROUNDS):
         outcome = "refuted"
     measured = (
-        f"{ratio:.2f} [{low:.2f}, {high:.2f}] times what {point['mean_steps']:.1f} steps take without a rule "
+        f"{ratio:.2f} [{beside(low, 1.1)}, {beside(high, 1.02)}] times what {point['mean_steps']:.1f} steps take without a rule "
         f"(its looks, which read the head after each step, are {100 * point['flops_looks'] / point['flops']:.0f} % of its FLOPs); "
-        f"highest upper end of dCE {signed(worst['dce_high'])}, at tau = {worst['setting']:g}"
+        f"highest upper end of dCE {_signed(worst['dce_high'], FLAT)}, at tau = {worst['setting']:g}"
     )
     return Claim("f", text, rule, measured, outcome)
 
@@ -82,7 +98,7 @@ def _step_norm(sweep: Sweep) -> Claim:
         outcome = "refuted"
     kept = [p["setting"] for p in sweep.family("step-norm") if p["dce_high"] <= FLAT]
     largest = f"; the largest threshold tried that keeps CE is {max(kept):g}" if kept else ""
-    return Claim("g", text, rule, f"dCE {rise(a)} at 1e-3, {rise(b)} at 1e-2{largest}", outcome)
+    return Claim("g", text, rule, f"dCE {_rise(a)} at 1e-3, {_rise(b, FLAT)} at 1e-2{largest}", outcome)
 
 
 def _line(x: list[float], y: list[float], at: float) -> float:
