@@ -107,4 +107,4 @@ def test_tiny(tmp_path: Path, cli: CommandLine) -> None:
         assert html.escape(claims[letter].measured) in page and f"outcome {claims[letter].outcome}" in page
     last = load_run(tmp_path / "tiny").last
     assert claims["a"].outcome == "confirmed" and claims["d"].outcome == "confirmed", claims
-    assert len(last["boundaries"]) == 2 and [r["step"] for r in load_run(tmp_path / "tiny").geometry] == [0, 40, 80, 120, 160, 200]
+    assert len(last["boundaries"]) == 2 and [r["step"] for r in load_run(tmp_path / "tiny").geometry] == [0, 44, 88, 132, 176, 220]

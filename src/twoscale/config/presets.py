@@ -32,8 +32,8 @@ def tiny() -> RunConfig:
         ),
         data=DataConfig(),
         train=TrainConfig(
-            steps=200, batch_size=16, optimizer="muon", lr=3e-3, muon_lr=0.02, warmup_steps=20,
-            eval_interval=40, eval_sequences=64, checkpoint_interval=40, geometry_interval=40, milestones=(40, 120),
+            steps=220, batch_size=16, optimizer="muon", lr=3e-3, muon_lr=0.02, warmup_steps=20,
+            eval_interval=44, eval_sequences=64, checkpoint_interval=44, geometry_interval=44, milestones=(44, 132),
         ),
     )  # fmt: skip
 
