@@ -150,7 +150,7 @@ def test_report(swept: Path, tmp_path: Path, cli: CommandLine, undrawn: None) ->
         "true depths",
     ):
         assert words in page
-    assert "(e) <span" not in page and "(a) <span" in page and (run / "report" / "figures" / "staircase.png").exists()
+    assert "</span> (e) " not in page and "</span> (a) " in page and (run / "report" / "figures" / "staircase.png").exists()
     assert f"twoscale sweep {run.as_posix()} --loops 4 --samples 6 --max-accuracy-drop 0.3 --rounds 1" in page
 
 

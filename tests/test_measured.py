@@ -62,7 +62,7 @@ def test_pack_and_take_up_again(run: Path, tmp_path: Path, cli: CommandLine) -> 
     for name in ("evaluation.json", "calibration.json", "sweep.jsonl", "samples.json", "trace/sequence.json"):
         assert (folder / "measured" / name).read_bytes() == (BUNDLED / "measured" / name).read_bytes()
     assert comes_with(folder) == comes_with(BUNDLED)
-    for words, says in ((("--out", tmp_path / "elsewhere"), "was not made of it"), ((), "--measurements needs a run")):
+    for words, says in ((("--out", tmp_path / "elsewhere"), "is no folder"), ((), "--measurements needs a run")):
         code, _, err = cli("export", run, *words, "--measurements")
         assert code == 2 and says in err and err.count("\n") == 1
     bare = tmp_path / "bare"

@@ -322,12 +322,12 @@ def test_page(swept: Path) -> None:
     """The report shows the trade-off with its figures, every point, claims (a) to (g) and what to use."""
     page = report(swept).path.read_text()
     for name in ("against_tau", "tradeoff", "steps_taken", "hard_tokens", "token_kinds"):
-        assert f"<section id='{name}'>" in page and (swept / "report" / "figures" / f"{name}.png").stat().st_size > 10_000
+        assert f"<details class='part' id='{name}'" in page and (swept / "report" / "figures" / f"{name}.png").stat().st_size > 10_000
     for letter in "abcdefg":
         assert f"({letter}) " in page
     sweep = read_sweep(swept / "sweep.jsonl")
     assert sweep is not None and f"All {len(sweep.points)} points" in page and "id='recommendation'" in page
-    assert page.index("claims on this run") > page.index("id='hard_tokens'"), "the claims end the report"
+    assert page.index("class='verdicts'") < page.index("id='contents'") < page.index("id='claims'"), "the verdicts are on the first screen"
     measured_on = f"Measured on {sweep_text(sweep.header)}."
     assert page.count(measured_on) == 6 and "corpus.txt" in measured_on, (
         "the five figures of the sweep and the recommendation name their text"
