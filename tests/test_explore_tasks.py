@@ -314,11 +314,11 @@ def test_in_a_browser(browser) -> None:  # type: ignore[no-untyped-def]
             WebDriverWait(browser, 60, 0.1).until(lambda b: b.find_element(By.ID, "answers").get_attribute("innerHTML") != before)
             assert browser.find_element(By.CSS_SELECTOR, "#sample input").get_attribute("value") == str(task_page.SAMPLE + 1)
             wait("#curve-0 .js-plotly-plot .trace")
-            assert f"sample={task_page.SAMPLE + 1}" in browser.current_url and "rule=" in browser.current_url
-            shown = browser.find_element(By.ID, "answers").get_attribute("innerHTML")
+            WebDriverWait(browser, 20, 0.1).until(lambda b: f"sample={task_page.SAMPLE + 1}" in b.current_url and "rule=" in b.current_url)
+            shown = [r.get_attribute("outerText") for r in wait("#answers .answer[data-i]")]
             browser.get(browser.current_url)
             WebDriverWait(browser, 60, 0.1).until(
-                lambda b: [e.get_attribute("innerHTML") for e in b.find_elements(By.ID, "answers")] == [shown]
+                lambda b: [r.get_attribute("outerText") for r in b.find_elements(By.CSS_SELECTOR, "#answers .answer[data-i]")] == shown
             )
             check_console_and_network(browser, address)
         finally:

@@ -95,9 +95,14 @@ def task_page(session: Session, page: gr.Blocks) -> None:
     first_values = [SAMPLE, 0, chosen, POWER, default_loops]
 
     def opened(request: gr.Request) -> list[Any]:
-        return _asked_for(session, first_values, request.query_params)
+        """What the address asks for, if it asks for anything; what the page opens with stays otherwise."""
+        asked = _asked_for(session, first_values, request.query_params)
+        if asked == first_values:
+            return [gr.skip()] * (len(controls) + len(parts))
+        n, key, r, power, most = asked
+        return [*asked, *_said(lambda: _shown(session, _visit(session, draw(task, n, key), r, power, most)))]
 
-    page.load(opened, None, controls, queue=False, show_progress="hidden")
+    page.load(opened, None, [*controls, *parts], **once)
     gr.on([c.change for c in controls], None, controls, None, js=assets.TASK_ADDRESS)
 
 
