@@ -1,13 +1,14 @@
 # Commands that do all of their own set-up: `make reproduce` (the main job), `make test` (the suite), `make test-long` (tests that take
-# minutes each), `make lint`, and `make sanitize`.
+# minutes each), `make test-vllm` (the vLLM plugin), `make lint`, and `make sanitize`.
 # They need Python 3.11 or newer with pip, and nothing else.
 
 PYTHON ?= python3
 VENV := .venv
+VENV_VLLM := .venv-vllm
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: reproduce test test-long test-gpu lint sanitize clean
+.PHONY: reproduce test test-long test-gpu test-vllm venv-vllm lint sanitize clean
 
 reproduce: $(VENV)/.core
 	$(VENV)/bin/twoscale reproduce --preset tiny --with-bundled --effort short $(ARGS)
@@ -20,6 +21,14 @@ test: $(VENV)/.test
 # What trains the preset `tiny`, or takes minutes for another reason; CI runs it after `make test`.
 test-long: $(VENV)/.test
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -m long $(ARGS)
+
+# The vLLM plugin, in an environment of its own. Where vLLM cannot be installed the tests are skipped.
+test-vllm:
+	@if $(MAKE) --no-print-directory venv-vllm; then \
+	    $(VENV_VLLM)/bin/python -m pytest tests/test_vllm.py -rs $(ARGS); \
+	else echo "vLLM could not be installed here: the tests of its plugin are skipped"; fi
+
+venv-vllm: $(VENV_VLLM)/.vllm
 
 # Device tests on a GPU; where there is none they are skipped and say so.
 test-gpu: $(VENV)/.test
@@ -53,5 +62,11 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
 	touch $@ $(VENV)/.core
 
+$(VENV_VLLM)/.vllm: pyproject.toml requirements-vllm.txt
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps --requirement requirements-vllm.txt
+	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps --no-build-isolation --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV_VLLM)

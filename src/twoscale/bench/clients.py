@@ -69,8 +69,12 @@ async def ask(client: httpx.AsyncClient, address: str, ask_: dict[str, Any], tal
                 if line.startswith("data: "):
                     choice = json.loads(line[6:])["choices"][0]
                     first = first or CLOCK()
-                    tally.tokens += len(choice["steps"])
-                    steps, ends = steps + choice["steps"], ends + (choice["finish_reason"] is not None)
+                    if "steps" in choice:
+                        tally.tokens += len(choice["steps"])
+                        steps += choice["steps"]
+                    else:  # another server, which was asked for logprobs
+                        tally.tokens += len((choice["logprobs"] or {}).get("tokens", ()))
+                    ends += choice["finish_reason"] is not None
                     if how == "vanish":
                         tally.counts["vanished"] += 1
                         answered.set()

@@ -189,10 +189,15 @@ def over_http(model: LoopedGPT, load: Load, policy: str, tokenizer: Any) -> Resu
     asks = [{"body": {"prompt": r.prompt, "max_tokens": r.sampling.max_new_tokens, "temperature": 0}, "how": "stream"} for r in requests]
     snapshots: list[Counters] = []
     found = ask_from_outside(server, load.clients, load.seconds, asks, lambda: snapshots.append(replace(scheduler.counters)))
-    if found["troubles"] or not found["latency"]:
-        raise UserError(f"the clients were not served: {', '.join(found['troubles']) or 'no answer in time'}")
+    check_served(found)
     before, after = snapshots
     return _between(before, after, found["seconds"], found["latency"], found["first"])
+
+
+def check_served(found: dict[str, Any]) -> None:
+    """UserError if something went wrong for the clients."""
+    if found["troubles"] or not found["latency"]:
+        raise UserError(f"the clients were not served: {', '.join(found['troubles']) or 'no answer in time'}")
 
 
 def ask_from_outside(
@@ -202,10 +207,17 @@ def ask_from_outside(
     from twoscale.serve.app import create_app
     from twoscale.serve.local import run_in_thread
 
+    with run_in_thread(create_app(server)) as address:
+        return run_clients(address, clients, seconds, asks, mark, drain)
+
+
+def run_clients(
+    address: str, clients: int, seconds: float, asks: list[dict[str, Any]], mark: Callable[[], object] = lambda: None, drain: float = 0.0
+) -> dict[str, Any]:
+    """What clients.py, in a process of its own, found of the server at an address."""
     asked, last = {"clients": clients, "seconds": seconds, "drain": drain, "asks": asks}, ""
     with (
         resources.as_file(resources.files("twoscale.bench").joinpath("clients.py")) as script,
-        run_in_thread(create_app(server)) as address,
         subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
     ):
         assert process.stdin is not None and process.stdout is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from twoscale.cli import bench_training, bench_weights
+from twoscale.cli import bench_scale, bench_training, bench_weights
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, missing_package, presets
 from twoscale.config.dtypes import WeightDtype
@@ -96,6 +96,8 @@ class BenchServeArgs:
     """Tokens of an answer, at least and at most."""
     soak: float = 0.0
     """Instead: so many seconds of overload by twice as many clients, some of whom hang up; looks at memory and at every answer."""
+    vllm: bool = False
+    """Instead: vLLM with our plugin and our own server, each with all loops and with exits (needs vLLM: `make venv-vllm`)."""
     busy: bool = False
     """Instead: one request to `bundled` on free cores, with one core kept busy by another program, and with all of them."""
     mixed: bool = False
@@ -341,11 +343,13 @@ def _serve(args: BenchServeArgs) -> int:
     if args.busy:
         return _serve_busy(args)
     if args.speculate is not None:
-        return _serve_speculate(args)
+        return bench_scale.serve_speculate(args)
     model = LoopedGPT(presets.get(args.preset).model).eval()
     load = serve.Load(args.clients, args.seconds, args.prompt, args.new)
     if args.soak:
         return soak(model, load, byte_tokenizer(), args.soak, print)
+    if args.vllm:
+        return bench_scale.serve_vllm(args, model, load)
     if args.mixed:
         rounds = serve.bench_mixed(model, load, args.rounds, say)
         print(f"preset {args.preset}, {args.clients} clients, lockstep, medians of {args.rounds} rounds in turns")
@@ -368,22 +372,6 @@ def _serve(args: BenchServeArgs) -> int:
         print(f"beside {name}: {median(b.rate / o.rate for b, o in zip(best, found[name], strict=True)):.2f}x")
     alone, with_http = (median(r.overhead for r in results) for results in (best, found[http]))
     print(f"scheduling {alone:.1%} of the time of the engine's calls, with HTTP {with_http:.1%}")
-    return 0
-
-
-def _serve_speculate(args: BenchServeArgs) -> int:
-    from twoscale.bench.serve import Load
-    from twoscale.bench.speculate import bench_clients
-    from twoscale.interop.runs import as_run
-    from twoscale.tradeoff.load_run import load_run
-
-    assert args.speculate is not None
-    folder = as_run(args.speculate, say)
-    run = load_run(folder)
-    loops = 32 if run.model.config.n_groups == 1 else run.model.config.mean_loops
-    print(f"{folder.name}, {loops} loops, greedy, prompts of held-out text; `auto` beside `off`, ratios within a round")
-    for clients, ratios in bench_clients(run, Load(args.clients, args.seconds), args.rounds, loops, say).items():
-        print(f"{clients:3} clients {median(ratios):6.2f}x  (rounds {', '.join(f'{r:.2f}' for r in sorted(ratios))})")
     return 0
 
 

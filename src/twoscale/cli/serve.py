@@ -5,8 +5,8 @@ twoscale serve bundled --port 8000
 
 import os
 import signal
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -52,6 +52,10 @@ class ServeArgs:
     draft:m or lookup:n. The answers are the same to the bit."""
     key_env: str = "TWOSCALE_API_KEY"
     """Environment variable with the API key; if it is not set, no key is required."""
+    engine: Literal["twoscale", "vllm"] = "twoscale"
+    """Who computes: this package, or vLLM with our plugin, at a fixed depth unless --hf-overrides names an exit rule."""
+    hf_overrides: str = ""
+    """With --engine vllm: settings as JSON, above all `loops` (one number, or one for each group) and `exit`."""
 
 
 def _open(name: str, dtype: DtypeChoice, device: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | None]:
@@ -70,12 +74,39 @@ def _open(name: str, dtype: DtypeChoice, device: str) -> tuple["LoopedGPT", "Tok
     return model, tokenizer, name if name == "bundled" else folder.resolve().name, calibrated
 
 
+VLLM_TAKES = ("model", "host", "port", "max_num_seqs", "cache_mb", "key_env", "engine", "hf_overrides")  # the other options are ours alone
+
+
+def _run_vllm(options: ServeArgs) -> int:
+    """Replace this process by vLLM's server."""
+    from twoscale.interop import find
+    from twoscale.serve.vllm_engine import read_overrides, vllm_command
+
+    ignored = [f.name for f in fields(options) if f.name not in VLLM_TAKES and getattr(options, f.name) != f.default]
+    if ignored:
+        raise UserError(f"--{ignored[0].replace('_', '-')} does not go with --engine vllm: leave it away, or call `vllm serve` yourself")
+    folder = find(options.model)
+    overrides = read_overrides(options.hf_overrides)
+    words = vllm_command(folder, folder.resolve().name, options.host, options.port, overrides, options.max_num_seqs, options.cache_mb << 20)
+    from twoscale.serve.local import listen  # FastAPI comes along with vLLM
+
+    listen(options.host, options.port).close()  # a port in use is told now, not after the weights are loaded
+    if key := os.environ.get(options.key_env):
+        os.environ["VLLM_API_KEY"] = key
+    say(" ".join(words))
+    os.execv(words[0], words)
+
+
 def run(args: list[str]) -> int:
     options = parse(ServeArgs, args, "twoscale serve")
     if not 0 <= options.port <= 65535 or min(options.max_num_seqs, options.cache_mb, options.max_queue, options.max_connections) < 1:
         raise UserError("--port lies between 0 and 65535; --max-num-seqs, --cache-mb, --max-queue and --max-connections are at least 1")
     if not min(options.timeout, options.read_timeout) > 0 or not max(options.timeout, options.read_timeout) <= 86_400:
         raise UserError("--timeout and --read-timeout are above 0 and at most a day")
+    if options.engine == "vllm":
+        return _run_vllm(options)
+    if options.hf_overrides:
+        raise UserError("--hf-overrides goes with --engine vllm; requests to our own server say loops and exit themselves")
     try:
         from twoscale.serve.app import create_app
         from twoscale.serve.connections import HTTPServer

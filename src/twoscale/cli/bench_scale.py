@@ -1,0 +1,41 @@
+"""`twoscale bench serve --vllm` and `--speculate`."""
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from twoscale.cli.parse import say
+
+if TYPE_CHECKING:
+    from twoscale.bench.serve import Load
+    from twoscale.cli.bench import BenchServeArgs
+    from twoscale.model import LoopedGPT
+
+
+def serve_vllm(args: "BenchServeArgs", model: "LoopedGPT", load: "Load") -> int:
+    from twoscale.bench.serve import words
+    from twoscale.bench.vllm import bench_vllm
+    from twoscale.data.tokenizer import byte_tokenizer
+
+    found = bench_vllm(model, load, byte_tokenizer(), args.rounds, say)
+    print(f"preset {args.preset}, {args.clients} clients over HTTP, medians of {args.rounds} rounds in turns")
+    for name, results in found.items():
+        print(f"{name:<34}{words(results)}")
+    pairs = zip(*(found[f"{server}, with exits"] for server in ("twoscale", "vLLM")), strict=True)
+    print(f"with exits, twoscale beside vLLM: {median(ours.rate / theirs.rate for ours, theirs in pairs):.2f}x")
+    return 0
+
+
+def serve_speculate(args: "BenchServeArgs") -> int:
+    from twoscale.bench.serve import Load
+    from twoscale.bench.speculate import bench_clients
+    from twoscale.interop.runs import as_run
+    from twoscale.tradeoff.load_run import load_run
+
+    assert args.speculate is not None
+    folder = as_run(args.speculate, say)
+    run = load_run(folder)
+    loops = 32 if run.model.config.n_groups == 1 else run.model.config.mean_loops
+    print(f"{folder.name}, {loops} loops, greedy, prompts of held-out text; `auto` beside `off`, ratios within a round")
+    for clients, ratios in bench_clients(run, Load(args.clients, args.seconds), args.rounds, loops, say).items():
+        print(f"{clients:3} clients {median(ratios):6.2f}x  (rounds {', '.join(f'{r:.2f}' for r in sorted(ratios))})")
+    return 0

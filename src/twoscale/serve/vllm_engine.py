@@ -1,0 +1,40 @@
+"""`twoscale serve --engine vllm`: the command that serves a folder with vLLM and our plugin, checked before it is run."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from twoscale.config import UserError
+from twoscale.config.run_folder import CONFIG, RunFolder
+from twoscale.interop.load import model_config
+from twoscale.interop.vllm_plugin import check_vllm
+from twoscale.interop.vllm_plugin.depth import depth_of
+
+DEPTH = {"loops": "loops", "exit": "exit", "start_seed": "seed"}  # names in --hf-overrides -> arguments of depth_of
+
+
+def read_overrides(text: str) -> dict[str, Any]:
+    """The JSON of --hf-overrides."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise UserError(f"--hf-overrides is no JSON ({error}): write for example '{{\"loops\": 8}}'") from None
+    if not isinstance(found, dict):
+        raise UserError("--hf-overrides is a JSON object: write for example '{\"loops\": 8}'")
+    return found
+
+
+def vllm_command(
+    folder: Path, name: str, host: str, port: int, overrides: Mapping[str, Any], max_num_seqs: int = 32, cache_bytes: int = 1 << 30
+) -> list[str]:
+    """The words of `vllm serve`; UserError where vLLM is missing or of another version, or the folder cannot be run at this depth."""
+    check_vllm()
+    if RunFolder(folder).is_run or not (folder / CONFIG).exists():
+        raise UserError(f"{folder} is no folder that vLLM opens: make one with `twoscale export {folder} --out FOLDER`")
+    depth_of(model_config(folder), folder, **{ours: overrides[theirs] for theirs, ours in DEPTH.items() if theirs in overrides})
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", name, "--host", host]
+    words += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(max_num_seqs)]
+    words += ["--kv-cache-memory-bytes", str(cache_bytes)]
+    return words + (["--hf-overrides", json.dumps(overrides)] if overrides else [])
