@@ -371,7 +371,7 @@ def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     folder = tmp_path / "plain"
     llama(folder)
     with_tokenizer(folder)
-    model, tokenizer, name, calibrated = _open(str(folder))
+    model, tokenizer, name, calibrated = _open(str(folder), "auto", "cpu")
     assert name == "plain" and calibrated is None and not model.config.n_groups
     assert choose_policy(model, 4)[0] == "lockstep"
     want = twoscale.generate(model, [tokenizer.encode("the loop")], 6, stop=(tokenizer.eot,)).tokens[0]

@@ -338,7 +338,7 @@ def test_processes_agree(tmp_path: Path) -> None:
         for kind in ("ddp", "fsdp"):
             other = tmp_path / "two" / f"{name}-{kind}"
             assert max(abs(a - b) for a, b in zip(losses(tmp_path / name), losses(other), strict=True)) < 1e-5, (name, kind)
-            one, two = (ckpt.read_tensors(run / "checkpoints" / "step-000006" / ckpt.MODEL) for run in (tmp_path / name, other))
+            one, two = (ckpt.load_model(run / "checkpoints" / "step-000006")[0].state_dict() for run in (tmp_path / name, other))
             assert all(torch.allclose(one[key], two[key], atol=1e-4) for key in one), (name, kind)
             here, elsewhere = (read_jsonl(run / "metrics.jsonl")[-1]["val_accuracy"] for run in (tmp_path / name, other))
             assert here == pytest.approx(elsewhere, abs=1e-6)
