@@ -130,7 +130,7 @@ def test_resharding(parallel: str, tmp_path: Path, shards: Path) -> None:
 
 
 MEMORY = """
-import dataclasses, sys
+import dataclasses, os, sys
 from pathlib import Path
 import torch
 from twoscale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -161,7 +161,7 @@ with open_world() as world:
         before = status("VmRSS")
         state.save_state(Path(sys.argv[1]), config, progress, built, optimizers, byte_tokenizer(), world)
         peak = status("VmHWM") - before
-    print(f"{share} {peak}", flush=True)
+    os.write(1, f"{share} {peak}\\n".encode())  # at once: print writes the line end by itself, and both processes share the pipe
 """
 
 

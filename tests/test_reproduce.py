@@ -65,7 +65,8 @@ def test_two_models(
     monkeypatch.chdir(tmp_path)
     if bundled != "the model in the package":
         request.getfixturevalue("undrawn")
-        monkeypatch.setattr(sys.modules["twoscale.interop.load"], "BUNDLED", export(trained, tmp_path / "small", code=False))
+        in_the_package = sys.modules["twoscale.interop.load"].IN_THE_PACKAGE
+        monkeypatch.setitem(in_the_package, "bundled", export(trained, tmp_path / "small", code=False))
     monkeypatch.setitem(
         EFFORTS, "quick", Effort(loops=3, windows=2, rounds=1, controller=False, calibration_windows=3, evaluation_windows=2)
     )
