@@ -208,7 +208,7 @@ class TwoscaleForCausalLM(nn.Module):
         if self.family == "twoscale":
             found = {name.removeprefix(PREFIX): tensor for name, tensor in raw.items()}
         else:
-            found = FAMILIES[self.family][1](raw, c)
+            found = {name: made() for name, made in FAMILIES[self.family][1](raw, c).items()}
         ours = {}
         for name, tensor in found.items():
             if name in ("wte.weight", "lm_head.weight"):
