@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import twoscale
-from browsing import check_console_and_network
+from browsing import check_console_and_network, leaving, until
 from conftest import CommandLine
 from twoscale import exits
 from twoscale.cli.explore import open_session
@@ -269,7 +269,6 @@ def test_in_a_browser(browser) -> None:  # type: ignore[no-untyped-def]
     """The hops page opens with a walk; a click on an answer shows its walk and its numbers; edits and samples change them."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
-    from selenium.webdriver.support.ui import WebDriverWait
 
     session = open_session("hops")
     rule, loops = task_page.first_settings(session)
@@ -284,7 +283,7 @@ def test_in_a_browser(browser) -> None:  # type: ignore[no-untyped-def]
             assert address.startswith("http://127.0.0.1:"), server.stderr.read() if server.stderr else ""
 
             def wait(selector: str) -> list:  # type: ignore[type-arg]
-                return WebDriverWait(browser, 60, 0.1).until(lambda b: b.find_elements(By.CSS_SELECTOR, selector))
+                return until(browser, lambda b: b.find_elements(By.CSS_SELECTOR, selector))
 
             def drawn() -> list[tuple[int, int]]:
                 lines = browser.find_elements(By.CSS_SELECTOR, "#walk .graph .hop")
@@ -311,15 +310,17 @@ def test_in_a_browser(browser) -> None:  # type: ignore[no-untyped-def]
             wait("#answers .answer.on[data-i='6'][data-depth='2']")
             before = browser.find_element(By.ID, "answers").get_attribute("innerHTML")
             wait("#another")[0].click()
-            WebDriverWait(browser, 60, 0.1).until(lambda b: b.find_element(By.ID, "answers").get_attribute("innerHTML") != before)
+            until(browser, lambda b: b.find_element(By.ID, "answers").get_attribute("innerHTML") != before)
             assert browser.find_element(By.CSS_SELECTOR, "#sample input").get_attribute("value") == str(task_page.SAMPLE + 1)
             wait("#curve-0 .js-plotly-plot .trace")
-            WebDriverWait(browser, 20, 0.1).until(lambda b: f"sample={task_page.SAMPLE + 1}" in b.current_url and "rule=" in b.current_url)
+            until(browser, lambda b: f"sample={task_page.SAMPLE + 1}" in b.current_url and "rule=" in b.current_url)
             shown = [r.get_attribute("outerText") for r in wait("#answers .answer[data-i]")]
-            browser.get(browser.current_url)
-            WebDriverWait(browser, 60, 0.1).until(
-                lambda b: [r.get_attribute("outerText") for r in b.find_elements(By.CSS_SELECTOR, "#answers .answer[data-i]")] == shown
-            )
+            with leaving(browser):
+                browser.get(browser.current_url)
+                until(
+                    browser,
+                    lambda b: [r.get_attribute("outerText") for r in b.find_elements(By.CSS_SELECTOR, "#answers .answer[data-i]")] == shown,
+                )
             check_console_and_network(browser, address)
         finally:
             timer.cancel()
