@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import twoscale
-from browsing import check_console_and_network
+from browsing import check_console_and_network, leaving, until
 from conftest import CommandLine
 from twoscale import exits
 from twoscale.config import UserError
@@ -182,10 +182,29 @@ def test_addresses(session: Session) -> None:
     first = Settings.first(session)
     assert first.asked({}, session) is None and first.asked({"__theme": "dark"}, session) is None
     asked = {"prompt": "a & b", "rule": "kl", "power": "-2.5", "loops": "9", "kv": "last", "new": "5", "temperature": "0", "seed": "7"}
-    found = first.asked(asked, session)
-    assert found is not None and [str(v) for v in found.values] == ["a & b", "kl", "-2.5", "9", "last", "5", "0.0", "7"]
-    wrong = {"rule": "nothing", "power": "9", "loops": "1e9", "kv": "x", "new": "0", "temperature": "nan", "seed": "-1"}
+    found = first.asked(asked | {"speculate": "draft:4"}, session)
+    assert found is not None and [str(v) for v in found.values] == ["a & b", "kl", "-2.5", "9", "last", "5", "0.0", "7", "draft:4"]
+    wrong = {"rule": "nothing", "power": "9", "loops": "1e9", "kv": "x", "new": "0", "temperature": "nan", "seed": "-1", "speculate": "x"}
     assert first.asked(wrong, session) == first
+
+
+def test_speculation(session: Session) -> None:
+    """Speculation changes neither text nor steps; tokens of one pass are marked, and the guesses are counted as the engine counts them."""
+    from twoscale.explore import figures
+
+    how, rule = HOW | {"temperature": 0.0}, exits.StepNorm(2.0)
+    *_, plain = session.race("the loop", rule, 6, **how)  # type: ignore[arg-type]
+    *_, race = session.race("the loop", rule, 6, **how, speculate="draft:4")  # type: ignore[arg-type]
+    assert plain.others == race.others and "underlined" not in figures.race_legend(plain)
+    want = twoscale.generate(session.model, [race.full.prompt], 12, loops=6, seed=3, speculate="draft:4", stop=(session.tokenizer.eot,))
+    assert race.full.guesses == (want.speculation.drafted, want.speculation.accepted) and want.speculation.drafted > 0
+    for a, b in ((plain.quick, race.quick), (plain.full, race.full)):
+        assert (a.ids, a.steps, a.pieces) == (b.ids, b.steps, b.pieces) and a.passes == list(range(a.new)) and len(b.passes) == b.new
+        together = sum(figures.guessed_together(b, i) for i in range(b.new))
+        assert together == b.new - len(set(b.passes)) <= b.guesses[1]
+        assert figures.tokens_html(b, None).count(" wave") == together and "guess" not in figures.lane_words(a, race.layers)
+        assert f"{b.guesses[1]} of {b.guesses[0]:,} guess" in figures.lane_words(b, race.layers)
+    assert "wavefront" not in session.speculations(), "it needs one loop group"
 
 
 def test_bad_input(tmp_path: Path, cli: CommandLine, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +226,6 @@ def test_in_a_browser(model: str, trained: Path, browser) -> None:  # type: igno
     and dark, desktop and phone; nothing on the console, nothing asked of the network."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
-    from selenium.webdriver.support.ui import WebDriverWait
 
     command = [sys.executable, "-m", "twoscale", "explore", str(trained) if model == "trained" else model, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
@@ -219,7 +237,7 @@ def test_in_a_browser(model: str, trained: Path, browser) -> None:  # type: igno
             assert address.startswith("http://127.0.0.1:"), server.stderr.read() if server.stderr else ""
 
             def wait(selector: str) -> list:  # type: ignore[type-arg]
-                return WebDriverWait(browser, 60, 0.1).until(lambda b: b.find_elements(By.CSS_SELECTOR, selector))
+                return until(browser, lambda b: b.find_elements(By.CSS_SELECTOR, selector))
 
             def text(selector: str) -> str:
                 return "".join(e.text for e in browser.find_elements(By.CSS_SELECTOR, selector))
@@ -233,11 +251,9 @@ def test_in_a_browser(model: str, trained: Path, browser) -> None:  # type: igno
             (box,) = wait("#prompt textarea")
             box.clear()
             box.send_keys("the loop turns", Keys.ENTER)
-            WebDriverWait(browser, 60, 0.1).until(lambda b: "Click a token" in text("#about") and not b.find_elements(By.ID, "said"))
-            WebDriverWait(browser, 60, 0.1).until(lambda b: text("#quick .given") == "the loop turns" and wait("#full .tok:not(.given)"))
-            WebDriverWait(browser, 60, 0.1).until(
-                lambda b: not b.find_elements(By.CSS_SELECTOR, ".caret") and "all loops" in text("#others")
-            )
+            until(browser, lambda b: "Click a token" in text("#about") and not b.find_elements(By.ID, "said"))
+            until(browser, lambda b: text("#quick .given") == "the loop turns" and wait("#full .tok:not(.given)"))
+            until(browser, lambda b: not b.find_elements(By.CSS_SELECTOR, ".caret") and "all loops" in text("#others"))
             assert "loop work" in text("#summary") and "ms a token" in text("#quick-words").replace("*", "")
             written, marked = text("#quick .text"), text("#others")
             assert "prompt=the+loop+turns" in browser.current_url and "seed=0" in browser.current_url
@@ -247,17 +263,19 @@ def test_in_a_browser(model: str, trained: Path, browser) -> None:  # type: igno
                 wait(selector)
             wait("#kind input")[1].click()
             wait("#path .js-plotly-plot canvas, #path .js-plotly-plot .gl-container")
-            browser.get(browser.current_url)
-            WebDriverWait(browser, 60, 0.1).until(lambda b: text("#quick .text") == written and text("#others") == marked)
+            with leaving(browser):
+                browser.get(browser.current_url)
+                until(browser, lambda b: text("#quick .text") == written and text("#others") == marked)
             wait("#dark")[0].click()
             assert "dark" in browser.find_element(By.TAG_NAME, "body").get_attribute("class")
             browser.set_window_size(500, 900)
             width = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
             assert width[0] <= width[1], "nothing is wider than a phone"
             browser.set_window_size(1280, 1600)
-            next(a for a in wait("a, nav button, .nav-holder button") if "Task: hops" in a.text).click()
-            wait("#answers .answer[data-i]")
-            wait("#walk .graph .hop")
+            with leaving(browser):
+                next(a for a in wait("a, nav button, .nav-holder button") if "Task: hops" in a.text).click()
+                wait("#answers .answer[data-i]")
+                wait("#walk .graph .hop")
             check_console_and_network(browser, address)
         finally:
             timer.cancel()

@@ -10,7 +10,7 @@ PARTS = {  # part of the held-out text -> words
 }
 MARGIN = 0.05  # counted FLOPs are called fewer from this share on
 UNITS = {"documents": "document", "pieces": "piece of a document", "windows": "window", "samples": "sample"}
-IRREGULAR_PLURALS = {"piece of a document": "pieces of documents"}
+IRREGULAR_PLURALS = {"piece of a document": "pieces of documents", "guess": "guesses"}
 
 
 def plural(n: int, noun: str) -> str:

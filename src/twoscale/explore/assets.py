@@ -16,7 +16,7 @@ _ADDRESS = """
   history.replaceState(null, '', location.pathname + '?' + words);
 }
 """
-ADDRESS = _ADDRESS.replace("NAMES", "['prompt', 'rule', 'power', 'loops', 'kv', 'new', 'temperature', 'seed']")
+ADDRESS = _ADDRESS.replace("NAMES", "['prompt', 'rule', 'power', 'loops', 'kv', 'new', 'temperature', 'seed', 'speculate']")
 TASK_ADDRESS = _ADDRESS.replace("NAMES", "['sample', 'seed', 'rule', 'power', 'loops']")
 
 CLICK = """

@@ -34,12 +34,19 @@ def tokens_html(
             continue
         kind = "tok" + " given" * (i < len(lane.prompt)) + " on" * (i == selected) + " differs" * (i in marked)
         tooltip = "nothing chose it" if steps is None else f"{' / '.join(map(str, steps))} steps"
+        if guessed_together(lane, i - len(lane.prompt)):
+            kind, tooltip = f"{kind} wave", f"{tooltip}; guessed, and verified in the pass of the token before it"
         tooltip = html.escape(f"{tooltip}; {marked[i]}" if marked.get(i) else tooltip)
         colour = ""
         if steps and i >= len(lane.prompt) and scale is not None:
             colour = f" style='background:{step_colour(scaled(sum(steps) / len(steps), scale))}'"
         spans.append(f'<span class="{kind}" data-i="{i}" role="button" tabindex="0" title="{tooltip}"{colour}>{html.escape(piece)}</span>')
     return f"<div class='text'>{''.join(spans)}{'' if lane.done else '<span class=caret>▏</span>'}</div>"
+
+
+def guessed_together(lane: Lane, new: int) -> bool:
+    """Whether a new token came out of the same pass as the one before it."""
+    return 0 < new < len(lane.passes) and lane.passes[new] == lane.passes[new - 1]
 
 
 def scaled(steps: float, scale: tuple[float, float]) -> float:
@@ -82,9 +89,11 @@ def others_html(race: Race) -> str:
 def lane_words(lane: Lane, layers: list[int]) -> str:
     if not lane.new:
         return "reading the prompt …"
+    guessed, right = lane.guesses
+    waves = f" · {right} of {plural(guessed, 'guess')} right, {lane.new / (lane.passes[-1] + 1):.1f} tokens a pass" if guessed else ""
     return (
         f"**{lane.new}** token{'s' * (lane.new != 1)} · **{lane.ms:.1f} ms** a token · first after {lane.first:.2f} s · "
-        f"mean steps **{lane.mean_steps(layers):.1f}**"
+        f"mean steps **{lane.mean_steps(layers):.1f}**{waves}"
     )
 
 
@@ -123,7 +132,9 @@ def legend(low: float, high: float, words: str = "") -> str:
 def race_legend(race: Race) -> str:
     """The colours of the text with exits: from the fewest to the most steps that occur in it."""
     mean = ", mean over groups" if len(race.loops) > 1 else ""
-    return legend(*race.scale, f"{mean}; dashed: all loops, on the same text, would have chosen otherwise")
+    waves = any(guessed_together(lane, i) for lane in (race.quick, race.full) for i in range(lane.new))
+    underlined = "; underlined: guessed, and verified in the pass of the token before" if waves else ""
+    return legend(*race.scale, f"{mean}; dashed: all loops, on the same text, would have chosen otherwise{underlined}")
 
 
 def _steps(n: float) -> str:

@@ -47,6 +47,7 @@ class Settings:
     new: int
     temperature: float
     seed: int
+    speculate: str
 
     @classmethod
     def first(cls, session: Session) -> "Settings":
@@ -56,7 +57,7 @@ class Settings:
         prompt = session.tokenizer.decode(session.tokenizer.encode(PROMPT)[: max(1, session.room - 1)])
         new = max(1, min(NEW, session.room - len(session.tokenizer.encode(prompt))))
         rule = "calibrated" if session.calibrated is not None else "acceleration"
-        return cls(prompt, rule, -1.0, max(2, min(loops, MAX_LOOPS)), "exact", new, 0.7, 0)
+        return cls(prompt, rule, -1.0, max(2, min(loops, MAX_LOOPS)), "exact", new, 0.7, 0, "off")
 
     def asked(self, query: Mapping[str, str], session: Session) -> "Settings | None":
         """These settings with what an address asks for; None where it asks for nothing. Unknown rules and numbers out of range are left."""
@@ -67,7 +68,7 @@ class Settings:
         ranges = {"power": (LOW, HIGH), "loops": (2, MAX_LOOPS), "new": (1, max(2, session.room - 1)), "temperature": (0, 1.5)}
         for name, value in asked.items():
             if isinstance(found[name], str):
-                known = {"rule": session.rules(), "kv": KV}.get(name, (value,))
+                known = {"rule": session.rules(), "kv": KV, "speculate": session.speculations()}.get(name, (value,))
                 found[name] = value if value in known else found[name]
             else:
                 found[name] = within(value, *ranges.get(name, (0, 2**31 - 1)), found[name])
@@ -111,12 +112,21 @@ def text_page(session: Session, page: gr.Blocks) -> None:
                 lanes[name] = box, gr.Markdown(shown[2 + 2 * i], elem_id=f"{name}-words")
     legend = gr.HTML(shown[6], elem_id="legend", apply_default_css=False)
     others = gr.HTML(shown[7], elem_id="others", apply_default_css=False)
-    with gr.Accordion("Settings: exit rule, threshold, loops, length, temperature, seed", open=False, elem_id="settings"), gr.Row():
+    with (
+        gr.Accordion("Settings: exit rule, loops, speculation, length, temperature, seed", open=False, elem_id="settings"),
+        gr.Row(),
+    ):
         with gr.Column(min_width=260):
             rule, power = exit_controls(session, first.rule, first.power)
         with gr.Column(min_width=200):
             loops = loops_control(first.loops)
             kv = gr.Dropdown(list(KV), value=first.kv, label="Keys and values kept", elem_id="kv")
+            speculate = gr.Dropdown(
+                session.speculations(),
+                value=first.speculate,
+                label="Speculation (changes the time, not the text)",
+                elem_id="speculate",
+            )
         with gr.Column(min_width=200):
             new = gr.Slider(1, max(2, session.room - 1), value=first.new, step=1, label="New tokens", elem_id="new")
             temperature = gr.Slider(
@@ -138,7 +148,7 @@ def text_page(session: Session, page: gr.Blocks) -> None:
     texts = [lanes["quick"][0], lanes["quick"][1], lanes["full"][0], lanes["full"][1]]
     race_parts = [visit, *texts, summary, legend, others]
     token_parts = [about, path, *curves, said, panels]
-    settings = [prompt, rule, power, loops, kv, new, temperature, seed]
+    settings = [prompt, rule, power, loops, kv, new, temperature, seed, speculate]
 
     def generate(*inputs: Any) -> Iterator[list[Any]]:
         for i, parts in enumerate(_generate(session, Settings(*inputs))):
@@ -181,7 +191,8 @@ def _example(session: Session, settings: Settings) -> Visit:
 
 def _race(session: Session, s: Settings) -> Iterator[Race]:
     exit = session.rule(s.rule, 10.0 ** float(s.power))
-    return session.race(s.prompt, exit, int(s.loops), kv=s.kv, new=int(s.new), temperature=float(s.temperature), seed=int(s.seed or 0))
+    how: dict[str, Any] = {"kv": s.kv, "new": int(s.new), "temperature": float(s.temperature), "seed": int(s.seed or 0)}
+    return session.race(s.prompt, exit, int(s.loops), **how, speculate=s.speculate)
 
 
 def _generate(session: Session, settings: Settings) -> Iterator[list[Any]]:

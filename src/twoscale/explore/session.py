@@ -28,6 +28,7 @@ from twoscale.tracing import Trace, trace
 MAX_TOKENS = 512  # prompt and answer: bounds what one visitor can make us hold
 MAX_LOOPS = 64
 TOP = 5
+SPECULATIONS = ("off", "auto", "draft:4", "lookup:3")
 CODA = 1 << 24  # numbers in a batch that goes through the layers behind the last group
 
 P = ParamSpec("P")
@@ -52,6 +53,10 @@ class Lane:
     first: float = 0.0
     """Spent until the first new token."""
     done: bool = False
+    passes: list[int] = field(default_factory=list)
+    """For each new token the number of the pass that gave it, from 0 on; with speculation a pass may give several."""
+    guesses: tuple[int, int] = 0, 0
+    """Tokens that speculation guessed, and how many of them were right."""
 
     @property
     def new(self) -> int:
@@ -209,7 +214,13 @@ class Session:
             raise UserError(f"the prompt has {len(ids)} tokens; with {new} new ones at most {self.room - new} fit: shorten it")
         return ids
 
-    def race(self, text: str, exit: exits.Exit, loops: int, *, kv: str, new: int, temperature: float, seed: int) -> Iterator[Race]:
+    def speculations(self) -> list[str]:
+        """Kinds of speculation that this model can use; none changes a text."""
+        return [*SPECULATIONS, *["wavefront"] * (self.model.config.n_groups == 1)]
+
+    def race(
+        self, text: str, exit: exits.Exit, loops: int, *, kv: str, new: int, temperature: float, seed: int, speculate: str = "off"
+    ) -> Iterator[Race]:
         """Write both texts, always going on with the one that has used less time; so on the page they run as they would side by side."""
         counts = self.model.config.loops_for(min(loops, MAX_LOOPS))
         ids = self.prompt(text, new)
@@ -221,7 +232,7 @@ class Session:
         for i, rule in enumerate((exit, None)):
             lanes.append(Lane(ids, list(ids), pieces[i], [None] * len(ids)))
             params = loop_params(self.model, exit=rule, loops=counts, kv=kv, seed=seed)
-            requests.append(stream(self.model, ids, sampling, params))
+            requests.append(stream(self.model, ids, sampling, params, speculate))
         race = Race(lanes[0], lanes[1], counts, self.layers, self.model.config.mean_loops)
         while not (race.quick.done and race.full.done):
             i = min((i for i in range(2) if not lanes[i].done), key=lambda i: lanes[i].seconds)
@@ -231,7 +242,7 @@ class Session:
         yield race
 
     def _go_on(self, lane: Lane, tokens: Iterator[Request], spelt: Pieces) -> None:
-        """One more token in one lane."""
+        """The tokens of one more pass in one lane."""
         started = time.perf_counter()
         now = self.compute(next, tokens, None)
         lane.seconds += time.perf_counter() - started
@@ -241,17 +252,18 @@ class Session:
         if not lane.new:
             lane.first = lane.seconds
             lane.steps = [None, *now.prompt_steps[:-1]]
-        lane.ids.append(now.tokens[-1])
-        lane.steps.append(now.steps[-1])
-        (_, own), *best = now.logprobs[-1]
-        ids = [token for token, _ in best]
-        lane.answers.append(Said(ids, [self.tokenizer.decode([t]) for t in ids], [math.exp(p) for _, p in best], math.exp(own)))
-        lane.pieces.append(spelt.add(now.tokens[-1]))
+        number = lane.passes[-1] + 1 if lane.passes else 0
+        for i in range(lane.new, len(now.tokens)):
+            lane.ids.append(now.tokens[i])
+            lane.steps.append(now.steps[i])
+            (_, own), *best = now.logprobs[i]
+            ids = [token for token, _ in best]
+            lane.answers.append(Said(ids, [self.tokenizer.decode([t]) for t in ids], [math.exp(p) for _, p in best], math.exp(own)))
+            lane.pieces.append(spelt.add(now.tokens[i]))
+            lane.passes.append(number)
+        lane.guesses = now.speculation.drafted, now.speculation.accepted
         lane.done = bool(now.finish)
-        if lane.done:
-            lane.pieces[-1] += spelt.rest()
 
-    @torch.inference_mode()
     def _others(self, lane: Lane, loops: tuple[int, ...], sampling: SamplingParams, seed: int) -> dict[int, Other]:
         """Where the full run, reading the same text, would have chosen another token: one parallel pass."""
         first = len(lane.prompt)
