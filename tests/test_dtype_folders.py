@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from twoscale.bench.shapes import SHAPES, ouro, write_folder
 from twoscale.config import UserError
 from twoscale.config.dtypes import WEIGHT_DTYPES
 from twoscale.engine.kernels.quantize import quantize
-from twoscale.interop.quantize import convert_dtype
+from twoscale.interop.quantize import WINDOWS, convert_dtype
+from twoscale.tradeoff.load_run import load_run
 
 IDS = [[1, 5, 9, 3], [2, 4]]
 SOURCES = {"ouro": (OURO, ouro_tensors), "huginn": (HUGINN, huginn_tensors)}
@@ -69,6 +71,26 @@ def test_convert(dtype: str, family: str, tmp_path: Path, monkeypatch: pytest.Mo
             convert_dtype(tmp_path / "one", tmp_path / "twice", "int8")
     card = (tmp_path / "one" / "README.md").read_text()
     assert f"in {dtype}" in card and "largest change" in card
+
+
+def test_cost_in_the_card(trained: Path, cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card of a run's model has the change of its held-out loss, as computed by hand; that of a large model has none."""
+    code, _, err = cli("convert", str(trained), "--dtype", "int8", "--out", str(tmp_path / "small"))
+    assert code == 0, err
+    run = load_run(trained)
+    text, loops = run.text("report", WINDOWS), run.model.config.mean_loops
+
+    def losses(model: twoscale.LoopedGPT) -> torch.Tensor:
+        logits = twoscale.forward(model, text.ids, loops=loops).logits
+        return torch.nn.functional.cross_entropy(logits[text.asked], text.targets[text.asked], reduction="none").double()
+
+    change = float((losses(quantize(run.model, "int8")) - losses(run.model)).mean())
+    card = (tmp_path / "small" / "README.md").read_text()
+    (shown,) = re.findall(r"change of the loss, \d+ loops? \| ([+-][\d.]+) \[", card)
+    assert float(shown) == pytest.approx(change, abs=2e-5) and "the most likely token is the same" in card
+    monkeypatch.setattr("twoscale.interop.quantize.MEASURED", 1000)
+    convert_dtype(trained, tmp_path / "unmeasured", "int8")
+    assert "change of the loss" not in (tmp_path / "unmeasured" / "README.md").read_text()
 
 
 def test_convert_the_bundled_model(cli: CommandLine, tmp_path: Path) -> None:

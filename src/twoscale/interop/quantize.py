@@ -4,7 +4,7 @@ config.json                  settings under `twoscale`, the dtype under `quantiz
 model-0000i.safetensors      the weights: matrices in bf16 or int8, everything else in fp32; NAME_scale are the scales of NAME
 model.safetensors.index.json which weight is in which file
 tokenizer.json, task.json    where the model has them
-README.md                    the model card: what was rounded, and by how much
+README.md                    the model card: what was rounded, by how much, and what it cost where the source is a run with held-out text
 
 Weights are read, rounded and written one by one, so the memory needed is about that of one file of SHARD bytes. The folder is written aside
 and renamed at the end: it is whole, or not there.
@@ -30,15 +30,19 @@ from twoscale.config.run_folder import CARD, CONFIG, RunFolder
 from twoscale.config.serial import to_dict
 from twoscale.config.words import group_list, plural
 from twoscale.data import Tokenizer
-from twoscale.engine.kernels.quantize import inference_outline, matrices_of
+from twoscale.engine.kernels.quantize import inference_outline, matrices_of, quantize
 from twoscale.interop.fill import SCALE, Content
 from twoscale.interop.load import PREFIX, QUANTIZATION, find, read_folder
 from twoscale.interop.weights import INDEX
 from twoscale.model.quantized import GROUP, Matrix, quantize_matrix
 from twoscale.tasks.file import load_task, save_task
+from twoscale.tradeoff.evaluate import describe, evaluate
+from twoscale.tradeoff.load_run import load_run
 from twoscale.train.checkpoint import find_checkpoint
 
 SHARD = 1 << 29  # bytes of a file, about
+WINDOWS = 16  # of held-out text, for the cost in the card
+MEASURED = 1 << 30  # bytes of the largest model whose cost is measured: this holds it in fp32
 
 
 @dataclass
@@ -95,7 +99,7 @@ def convert_dtype(source: str | Path, out: Path, dtype: WeightDtype) -> Path:
         roundings = _write_weights(content, aside, dtype)
         _write_settings(content, checkpoint, folder, aside, dtype)
         with atomic_write(aside / CARD) as f:
-            f.write(_card(folder, content, dtype, roundings).encode())
+            f.write(_card(folder, content, dtype, roundings, measured_cost(folder, checkpoint, dtype)).encode())
     return out
 
 
@@ -154,7 +158,25 @@ def _write_settings(content: Content, checkpoint: Path, folder: Path, out: Path,
     write_json(out / CONFIG, settings)
 
 
-def _card(folder: Path, content: Content, dtype: WeightDtype, roundings: list[Rounding]) -> str:
+def measured_cost(folder: Path, checkpoint: Path, dtype: WeightDtype) -> str:
+    """Rows of the card's table: the change of a run's held-out loss at its default depth. Empty for large models, and without such text."""
+    if not RunFolder(folder).is_run or sum(file.stat().st_size for file in checkpoint.iterdir()) > MEASURED:
+        return ""
+    try:
+        run = load_run(folder)
+    except UserError:  # its text is somewhere else, or it has no loops
+        return ""
+    text, loops = run.text("report", WINDOWS), run.model.config.mean_loops
+    exact, rounded = (evaluate(model, text, None, loops) for model in (run.model, quantize(run.model, dtype)))
+    r = describe(run.model.config, text, rounded, exact, None)
+    return (
+        f"| change of the loss, {plural(loops, 'loop')} | {r['dce']:+.5f} [{r['dce_low']:+.5f}, {r['dce_high']:+.5f}] nats a token, "
+        f"95 % interval over {text.by} ({text.n_asked:,} held-out tokens of {run.source}) |\n"
+        f"| the most likely token is the same | {r['agree']:.2%} |\n"
+    )
+
+
+def _card(folder: Path, content: Content, dtype: WeightDtype, roundings: list[Rounding], cost: str) -> str:
     c, worst = content.config, max(roundings, key=lambda r: r.relative)
     mean = (sum(r.relative**2 for r in roundings) / len(roundings)) ** 0.5
     how = "whole numbers from -127 to 127 with a scale for each output and 256 inputs" if dtype == "int8" else "16-bit floating point"
@@ -174,9 +196,9 @@ All {len(roundings)} weight matrices, embedding and head included, are in {dtype
 |---|---|
 | change of a matrix, relative to its size | {mean:.2%} (root mean square over matrices) |
 | largest change | {worst.relative:.2%}, `{worst.name}` |
-
-What this does to the loss and to loop steps depends on the model: `twoscale bench quantize` measures it on models with held-out
-text. A calibration of exit rules belongs to a dtype: `twoscale calibrate RUN --dtype {dtype}`.
+{cost}
+What rounding does to the loss at other depths and to loop steps: `twoscale bench quantize RUN`.
+A calibration of exit rules belongs to a dtype: `twoscale calibrate RUN --dtype {dtype}`.
 
 ```python
 import twoscale
