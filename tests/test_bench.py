@@ -30,10 +30,10 @@ def test_decode(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_saved_time(cli: CommandLine) -> None:
     """The steps and the time that each rule saves beside a fixed depth are printed, for a task's samples and for text."""
-    code, out, err = cli("bench", "decode", "--model", "hops", "--repeats", 1)
+    code, out, err = cli("bench", "decode", "--model", "hops", "--repeats", 1, "--batches", 1, 3)
     assert code == 0, err
-    assert "fixed depth 12" in out and all(rule in out for rule in ("step-norm:10.64", "kl:0.03928", "time / steps"))
-    code, out, err = cli("bench", "decode", "--model", "bundled", "--rules", "fixed:1", "--depth", 2, "--repeats", 1)
+    assert "3 rows: fixed depth 12" in out and all(rule in out for rule in ("step-norm:10.64", "kl:0.03928", "time / steps"))
+    code, out, err = cli("bench", "decode", "--model", "bundled", "--rules", "fixed:1", "--depth", 2, "--repeats", 1, "--batches", 1)
     assert code == 0 and "50.0%" in next(line for line in out.splitlines() if line.startswith("fixed:1")), err
     assert cli("bench", "decode", "--model", "hops", "--busy")[0] == 2 and cli("bench", "decode", "--model", "hops", "--depth", 0)[0] == 2
 

@@ -5,14 +5,18 @@ Standard input has one line of JSON.
     {"role": "clients", "address", "clients", "asks"}
         So many clients send the requests of `asks`, each once. Standard output: the seconds of each request, null where it failed.
     {"role": "attackers", "address", "connections", "heavy", "seconds"}
-        So many connections send half a header and stay open, and the request `heavy` is sent. Those that the server closes are opened
-        again. Standard output: `ready` when all have been opened once. It ends after so many seconds, or when it is killed.
+        The request `heavy` is sent, again whenever it has ended, and `connections` connections send half a header and stay open. Those
+        that the server closes are opened again. Standard output: `ready` when all have been opened once. It ends after `seconds`.
+
+Either ends with its standard input, so that it does not outlive the program that started it.
 """
 
 import asyncio
 import contextlib
 import json
+import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -27,11 +31,11 @@ def request(body: dict[str, Any]) -> bytes:
     return head.encode() + b"Connection: close\r\n\r\n" + data
 
 
-async def ask(host: str, port: int, body: dict[str, Any]) -> float | None:
+async def ask(host: str, port: int, body: dict[str, Any], patience: float = PATIENCE) -> float | None:
     """Seconds until a request is answered in full; None where it is not answered with 200."""
     began = time.perf_counter()
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(patience):
             reader, writer = await asyncio.open_connection(host, port)
             with contextlib.closing(writer):
                 writer.write(request(body))
@@ -70,8 +74,14 @@ async def attackers(host: str, port: int, connections: int, heavy: dict[str, Any
                     await reader.read()  # until the server closes it
             await asyncio.sleep(AGAIN)
 
-    tasks = [asyncio.create_task(one(i)) for i in range(connections)]
-    tasks.append(asyncio.create_task(ask(host, port, heavy)))  # type: ignore[arg-type]
+    async def ask_heavy() -> None:
+        while True:
+            await ask(host, port, heavy, seconds)
+            await asyncio.sleep(AGAIN)
+
+    tasks = [asyncio.create_task(ask_heavy())]
+    await asyncio.sleep(AGAIN)  # until the server has read it: a connection without a request may be closed for another one
+    tasks += [asyncio.create_task(one(i)) for i in range(connections)]
     await ready.wait()
     print("ready", flush=True)  # noqa: T201
     await asyncio.sleep(seconds)
@@ -82,6 +92,7 @@ async def attackers(host: str, port: int, connections: int, heavy: dict[str, Any
 def main() -> None:
     task = json.loads(sys.stdin.readline())
     host, _, port = task.pop("address").removeprefix("http://").partition(":")
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     run = clients if task.pop("role") == "clients" else attackers
     asyncio.run(run(host, int(port), **task))
 

@@ -1,4 +1,4 @@
-"""`twoscale bench decode --model`: the time that exit rules save beside the loop steps that they save. One row, cached decoding.
+"""`twoscale bench decode --model`: the time that exit rules save beside the loop steps that they save, in cached decoding.
 
 The tokens are a task's own samples, or what a text model writes by itself. A fixed depth and the rules take turns token by token
 (`tradeoff.latency`); what counts is the ratio within a round.
@@ -37,7 +37,7 @@ class SavedBench:
     high: float
     """Upper quartile."""
     ms: float
-    """Milliseconds a token, the median over rounds."""
+    """Milliseconds for a token of every row, the median over rounds."""
 
 
 def windows(model: LoopedGPT, task: Task | None, n: int) -> tuple[Tensor, int]:
@@ -52,12 +52,12 @@ def windows(model: LoopedGPT, task: Task | None, n: int) -> tuple[Tensor, int]:
 
 
 def bench_saved(
-    model: LoopedGPT, task: Task | None, rules: Mapping[str, Exit], depth: int, loops: int, rounds: int
+    model: LoopedGPT, task: Task | None, rules: Mapping[str, Exit], depth: int, loops: int, rounds: int, rows: int = 1
 ) -> tuple[float, dict[str, SavedBench]]:
-    """Milliseconds a token at the fixed depth, and what each rule with at most `loops` steps saves beside it."""
-    ids, prompt = windows(model, task, rounds + 1)
+    """Milliseconds for a token of every row at the fixed depth, and what each rule with at most `loops` steps saves beside it."""
+    ids, prompt = windows(model, task, (rounds + 1) * rows)
     text = HeldOut(ids, ids, torch.zeros_like(ids), "samples")
-    timer = LatencyTimer(model, {FIXED: Fixed(depth), **rules}, loops, text, prompt, tokens=ids.shape[1])
+    timer = LatencyTimer(model, {FIXED: Fixed(depth), **rules}, loops, text, prompt, tokens=ids.shape[1], rows=rows)
     times: dict[str, list[float]] = {name: [] for name in timer.params}
     steps: dict[str, list[float]] = {name: [] for name in timer.params}
     for i in range(rounds + 1):

@@ -222,21 +222,23 @@ def _saved(args: BenchDecodeArgs) -> int:
     from twoscale.tasks.file import load_task
 
     assert args.model is not None
-    if args.repeats < 1 or (args.depth is not None and args.depth < 1):
-        raise UserError("--repeats and --depth are at least 1")
+    if args.repeats < 1 or (args.depth is not None and args.depth < 1) or min(args.batches, default=0) < 1:
+        raise UserError("--repeats, --depth and --batches are at least 1")
     model, _ = load(args.model)
     hops = args.model == "hops"
     depth = args.depth or (b.HOPS_DEPTH if hops else model.config.mean_loops)
     names = args.rules or (b.HOPS_RULES if hops else ("auto",))
     rules: dict[str, exits.Exit] = {name: name if name == "auto" else exits.parse(name) for name in names}
     loops = max(depth, model.config.mean_loops, 16)
-    fixed, found = b.bench_saved(model, load_task(find(args.model)), rules, depth, loops, 3 * args.repeats)
-    print(f"{args.model}, width {model.config.n_embd}, one row, at most {loops} loops; medians of {3 * args.repeats} interleaved rounds")
-    print(f"fixed depth {depth}: {fixed:.3f} ms a token")
-    print(f"{'':<32}{'ms':>8}{'steps saved':>13}{'time saved':>12}{'quartiles':>19}{'time / steps':>14}")
-    for name, r in found.items():
-        share = f"{r.time / r.work:.2f}" if r.work > 0 else "-"
-        print(f"{name:<32}{r.ms:8.3f}{r.work:13.1%}{r.time:12.1%}{f'{r.low:.1%} to {r.high:.1%}':>19}{share:>14}")
+    rounds = 3 * args.repeats
+    print(f"{args.model}, width {model.config.n_embd}, at most {loops} loops; medians of {rounds} interleaved rounds")
+    for rows in args.batches:
+        fixed, found = b.bench_saved(model, load_task(find(args.model)), rules, depth, loops, rounds, rows)
+        print(f"{rows} rows: fixed depth {depth}, {fixed:.3f} ms for a token of each")
+        print(f"{'':<32}{'ms':>8}{'steps saved':>13}{'time saved':>12}{'quartiles':>19}{'time / steps':>14}")
+        for name, r in found.items():
+            share = f"{r.time / r.work:.2f}" if r.work > 0 else "-"
+            print(f"{name:<32}{r.ms:8.3f}{r.work:13.1%}{r.time:12.1%}{f'{r.low:.1%} to {r.high:.1%}':>19}{share:>14}")
     return 0
 
 

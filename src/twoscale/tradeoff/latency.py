@@ -1,4 +1,4 @@
-"""Milliseconds a token: one sequence, cached decoding, warm, the same held-out tokens for every point.
+"""Milliseconds a token: one sequence (or a batch of them), cached decoding, warm, the same held-out tokens for every point.
 
 Points take turns token by token, in an order drawn anew for every token, so a slow moment of the machine meets them alike; what counts
 is each point's time beside the full run's in the same round. Tokens are given, not drawn: every point decodes the same text, and an
@@ -36,9 +36,17 @@ class LatencyTimer:
     """An engine and the parameters of all points; `round` measures some of them."""
 
     def __init__(
-        self, model: LoopedGPT, exits: Mapping[str, Exit | None], loops: int, text: HeldOut, prompt: int = 32, tokens: int = 8
+        self,
+        model: LoopedGPT,
+        exits: Mapping[str, Exit | None],
+        loops: int,
+        text: HeldOut,
+        prompt: int = 32,
+        tokens: int = 8,
+        rows: int = 1,
     ) -> None:
         T = text.ids.shape[1]
+        self.rows = rows
         self.prompt = max(1, min(prompt, T - 2))
         self.tokens = min(tokens, T - self.prompt)
         self.text = text
@@ -51,21 +59,23 @@ class LatencyTimer:
         """Mean steps of the tokens of the last round, over groups."""
 
     def round(self, number: int, names: Sequence[str]) -> dict[str, float]:
-        """Mean ms a token of some points on one window."""
-        window = number % len(self.text.ids)
-        ids = self.text.ids[window].tolist()
-        caches = {name: self._prefill(name, window, ids[: self.prompt]) for name in names}
+        """Mean ms that some points take for a token of every row; a row decodes one window."""
+        windows = [(number * self.rows + row) % len(self.text.ids) for row in range(self.rows)]
+        ids = self.text.ids[windows].tolist()
+        caches = {name: self._prefill(name, windows, [row[: self.prompt] for row in ids]) for name in names}
         seconds, steps = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         order = random.Random(number)
-        for token in ids[self.prompt : self.prompt + self.tokens]:
+        for place in range(self.prompt, self.prompt + self.tokens):
+            tokens = [row[place] for row in ids]
             tries: dict[str, list[float]] = {name: [] for name in names}
             for repeat in range(REPEATS):
                 for name in order.sample(names, len(names)):
                     started = time.perf_counter()
-                    taken = self._one(window, caches[name], token)
+                    taken = self._one(windows, caches[name], tokens)
                     tries[name].append(time.perf_counter() - started)
                     if repeat < REPEATS - 1:
-                        caches[name].rewind(caches[name].length - 1)  # the token is forgotten, and written again
+                        for cache in caches[name]:
+                            cache.rewind(cache.length - 1)  # the token is forgotten, and written again
                     else:
                         steps[name] += float(taken.double().mean())
             for name in names:
@@ -74,13 +84,13 @@ class LatencyTimer:
         return {name: 1e3 * s / self.tokens for name, s in seconds.items()}
 
     @torch.inference_mode()
-    def _one(self, window: int, cache: Cache, token: int) -> Tensor:
-        """Decode one token; its steps in each group."""
-        x, steps = self.engine.run([(window, cache, [token])])
-        self.engine.model.head(x).argmax(dim=-1).item()
+    def _one(self, windows: Sequence[int], caches: Sequence[Cache], tokens: Sequence[int]) -> Tensor:
+        """Decode one token of every row; their steps in each group."""
+        x, steps = self.engine.run([(w, cache, [token]) for w, cache, token in zip(windows, caches, tokens, strict=True)])
+        self.engine.model.head(x).argmax(dim=-1).tolist()
         return steps
 
-    def _prefill(self, name: str, window: int, ids: list[int]) -> Cache:
-        cache = self.engine.new_cache(self.prompt + self.tokens, self.params[name])
-        self.engine.run([(window, cache, ids)])
-        return cache
+    def _prefill(self, name: str, windows: Sequence[int], prompts: Sequence[list[int]]) -> list[Cache]:
+        caches = [self.engine.new_cache(self.prompt + self.tokens, self.params[name]) for _ in windows]
+        self.engine.run(list(zip(windows, caches, prompts, strict=True)))
+        return caches
