@@ -48,9 +48,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.95)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="fp32", help="of the teacher's weights; w8a8 is the fastest")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, _ = twoscale.load(args.teacher)
+    model, _ = twoscale.load(args.teacher, dtype=args.dtype)
     pieces = [piece.encode("latin-1") for piece in json.loads((args.teacher / "pieces.json").read_text())]
     args.out.mkdir(parents=True, exist_ok=True)
     told = set()

