@@ -77,7 +77,7 @@ FLAGS: list[tuple[str, tuple[str, ...], str]] = [
     ("context longer than the text", (*TRAIN, "--data-dir", "{shards}", "--model.block-size", "1000000"), "needs at least"),
     ("shards that are not there", (*TRAIN, "--data-dir", "{out}/none"), "does not exist"),
     ("resume nothing", ("train", "--resume", "{out}/none"), "does not exist"),
-    ("resume and out", ("train", "--resume", "{out}", "--out", "{out}"), "leave --out away"),
+    ("resume and out", ("train", "--resume", "{out}", "--out", "{out}"), "omit --out"),
     ("resume with other settings", ("train", "--preset", "nano", "--resume", "{out}", "--train.lr", "1e-4"), "settings of the run"),
     ("checkpoint that is not there", (*TRAIN, "--data-dir", "{shards}", "--checkpoint", "step-000777"), "step-000777"),
     ("no out folder", ("prepare",), "--out"),

@@ -41,7 +41,7 @@ def product(x: Tensor, w: Panels) -> Tensor:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 600), st.integers(0, 10**6), st.sampled_from([1e-30, 1e-3, 1.0, 1e20]))
 def test_rounding(outputs: int, inputs: int, seed: int, size: float) -> None:
-    """An int8 weight is a whole number of at most 127 times its scale, and lies within half a scale of the weight; the largest one of a
+    """An int8 weight is an integer of at most 127 times its scale, and lies within half a scale of the weight; the largest one of a
     group is 127 scales."""
     w = normal(outputs, inputs, seed=seed) * size
     matrix = quantize_matrix(w, "int8")
@@ -81,7 +81,7 @@ def test_kernels(dtype: WeightDtype, outputs: int, inputs: int) -> None:
 
 @needs_kernel
 def test_many_rows_of_many_inputs() -> None:
-    """With w8a8 more rows than fit the kernel's buffer of whole numbers are computed in parts, to the same bits."""
+    """With w8a8 more rows than fit the kernel's buffer of integers are computed in parts, to the same bits."""
     matrix = quantize_matrix(normal(48, 40_000), "w8a8")
     w, x = pack(matrix, "w8a8"), normal(120, 40_000, seed=1)
     whole = product(x, w)

@@ -163,7 +163,7 @@ BAD = [
     (lambda m: twoscale.generate(m, [[1, -1]], 4), "token -1 does not exist"),
     (lambda m: twoscale.generate(m, [[]], 4), "empty"),
     (lambda m: twoscale.generate(m, [], 4), "no sequence"),
-    (lambda m: twoscale.generate(m, [["a"]], 4), "whole numbers"),
+    (lambda m: twoscale.generate(m, [["a"]], 4), "integers"),
     (lambda m: twoscale.generate(m, [[1] * 33], 4), "33 tokens"),
     (lambda m: twoscale.generate(m, [[1] * 30], 4), "at most 3 new ones"),
     (lambda m: twoscale.generate(m, [[1]], 0), "max_new_tokens = 0"),

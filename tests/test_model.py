@@ -184,12 +184,12 @@ def test_paper_preset_steps() -> None:
         ([[64]], None, "token 64"),
         ([[-1]], None, "token -1"),
         ([[0] * 33], None, "does not fit"),
-        (torch.zeros(2, 2), None, "whole numbers"),
-        ([["a"]], None, "whole numbers"),
+        (torch.zeros(2, 2), None, "integers"),
+        ([["a"]], None, "integers"),
         ([[1]], 0, "at least 1"),
         ([[1]], [1, 2, 3], "one for each"),
-        ([[1]], 2.5, "whole number"),
-        ([[1]], [1, 2.5], "whole number"),
+        ([[1]], 2.5, "integer"),
+        ([[1]], [1, 2.5], "integer"),
     ],
 )
 def test_bad_calls(ids: object, loops: object, word: str) -> None:

@@ -114,7 +114,7 @@ def test_help_and_version(cli: CommandLine) -> None:
 @pytest.mark.parametrize("loops", ["12", b"12", "4,4"])
 def test_loops_as_text(loops: object) -> None:
     """Loops given as text are refused by what they are, not counted by their characters."""
-    with pytest.raises(UserError, match=f"loops = {loops!r}: give one whole number, or one for each group"):
+    with pytest.raises(UserError, match=f"loops = {loops!r}: give one integer, or one for each group"):
         twoscale.forward(twoscale.LoopedGPT(small_model()), [[1]], loops=loops)  # type: ignore[arg-type]
 
 

@@ -277,7 +277,7 @@ def test_names_and_batches(tmp_path: Path, trained: Path) -> None:
     assert {n: config("--train.batch-size", n).train.micro_batch_size for n in sizes} == sizes
     with pytest.raises(UserError, match="settings of the run itself"):
         config("--resume", trained, "--train.batch-size", 4, "--train.micro-batch-size", 2)
-    with pytest.raises(UserError, match="leave the others away"):
+    with pytest.raises(UserError, match="omit the others"):
         parse_train(["--preset", "nano", "--resume", str(trained), "--train.batch-size", "4"], "twoscale train", TrainArgs)
     with pytest.raises(UserError, match="micro_batch_size = 8"):
         config("--train.batch-size", 4, "--train.micro-batch-size", 8)

@@ -177,7 +177,7 @@ def _count_rows(module: Any) -> None:
     ("overrides", "line"),
     [
         ({"loops": [2, 5]}, "loops has 2 entries, the model has 3 groups"),
-        ({"loops": 0}, "a group takes a whole number of steps, at least 1"),
+        ({"loops": 0}, "a group takes an integer number of steps, at least 1"),
         ({"loops": 20_000}, "at most 10000 steps"),
         ({"exit": "kl:0.01"}, "exit rule KL of group 0 does not run in vLLM"),
     ],

@@ -52,7 +52,7 @@ def test_calibration_of_other_weights(tmp_path: Path) -> None:
         ({"loops": [1, 2]}, "loops has 2 entries, the model has 3 groups"),
         ({"loops": 0}, "at least 1"),
         ({"loops": 10_001}, "at most 10000 steps"),
-        ({"loops": "many"}, "one whole number"),
+        ({"loops": "many"}, "one integer"),
         ({"exit": "kl:0.1"}, "KL of group 0 does not run in vLLM"),
         ({"exit": ["fixed:2"]}, "exit has 1 rules, the model has 3 groups"),
         ({"exit": 3}, "exit = 3"),
@@ -79,7 +79,7 @@ def exported(tmp_path: Path) -> Path:
         (None, (), "vLLM is not installed"),
         ("0.31.2", (), "vLLM 0.31.2 is installed, the plugin supports 0.32"),
         ("0.32.1+cpu", ("--hf-overrides", '{"loops": [1]}'), "loops has 1 entries, the model has 3 groups"),
-        ("0.32.0", ("--hf-overrides", "{"), "--hf-overrides is no JSON"),
+        ("0.32.0", ("--hf-overrides", "{"), "--hf-overrides is not valid JSON"),
         ("0.32.0", ("--policy", "depth"), "--policy does not go with --engine vllm"),
     ],
 )

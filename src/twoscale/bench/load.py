@@ -125,7 +125,7 @@ def bytes_of_a_token(model: LoopedGPT, loops: int) -> int:
 
 
 def _read(panels: list[Tensor]) -> None:
-    """Reads all bytes once, by torch's reduction over whole numbers of 32 bits."""
+    """Reads all bytes once, by torch's reduction over integers of 32 bits."""
     for p in panels:
         p.view(torch.uint8).flatten()[: p.nbytes // 4 * 4].view(torch.int32).amax()
 

@@ -53,7 +53,7 @@ def run(args: list[str]) -> int:
     if parsed.dtype is not None:
         return _to_dtype(parsed)
     if parsed.data_dir is not None and parsed.data != ConvertArgs("", Path()).data:
-        raise UserError("--data-dir names shards that are there: leave --data.* away")
+        raise UserError("--data-dir names shards that are there: omit --data.*")
     if parsed.inject != "concat" and not parsed.groups:
         raise UserError("--inject goes with --groups: a looped model is taken as it is")
     if parsed.block_size is not None and parsed.block_size < 2:
@@ -75,6 +75,6 @@ def _to_dtype(parsed: ConvertArgs) -> int:
 
     assert parsed.dtype is not None
     if parsed != ConvertArgs(parsed.model, parsed.out, parsed.dtype):
-        raise UserError("--dtype makes a model folder, not a run: leave --groups, --loops, --inject, --block-size and --data away")
+        raise UserError("--dtype makes a model folder, not a run: omit --groups, --loops, --inject, --block-size and --data")
     print(convert_dtype(parsed.model, parsed.out, parsed.dtype))
     return 0

@@ -101,7 +101,7 @@ def _stages(args: ReproduceArgs, out: Path) -> tuple[list[Stage], list[Path]]:
     effort = EFFORTS[args.effort]
     if args.bundled_only:
         if args.with_bundled:
-            raise UserError("--bundled-only trains nothing: leave --with-bundled away")
+            raise UserError("--bundled-only trains nothing: omit --with-bundled")
         run = Path("runs") / BUNDLED
         return [*_bundled_stages(effort), Stage("report", lambda: _report_stage([run]), 20)], [run]
     stages = [

@@ -84,7 +84,7 @@ def _run_vllm(options: ServeArgs) -> int:
 
     ignored = [f.name for f in fields(options) if f.name not in VLLM_TAKES and getattr(options, f.name) != f.default]
     if ignored:
-        raise UserError(f"--{ignored[0].replace('_', '-')} does not go with --engine vllm: leave it away, or call `vllm serve` yourself")
+        raise UserError(f"--{ignored[0].replace('_', '-')} does not go with --engine vllm: omit it, or call `vllm serve` yourself")
     folder = find(options.model)
     overrides = read_overrides(options.hf_overrides)
     words = vllm_command(folder, folder.resolve().name, options.host, options.port, overrides, options.max_num_seqs, options.cache_mb << 20)

@@ -62,9 +62,9 @@ def parse_train(args: list[str], prog: str, kind: type[A]) -> A:
         raise UserError(f"{prog} works on text: train on the task {parsed.config.task} with `twoscale train --task {parsed.config.task}`")
     if parsed.resume is not None:
         if parsed.out is not None or parsed.init is not None:
-            raise UserError("--resume names the folder already: leave --out away, and --init")
+            raise UserError("--resume names the folder already: omit --out and --init")
         if parsed.config != preset:
-            raise UserError("--resume takes the settings of the run itself: leave the others away")
+            raise UserError("--resume takes the settings of the run itself: omit the others")
     return parsed
 
 

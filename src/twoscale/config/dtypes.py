@@ -2,7 +2,7 @@
 
 fp32  32-bit floating point
 bf16  16-bit floating point, as most published checkpoints are
-int8  whole numbers from -127 to 127 with a scale for each output and 256 inputs
+int8  integers from -127 to 127 with a scale for each output and 256 inputs
 w8a8  int8, and the inputs of every matrix product are rounded to int8 too, with a scale for each row and 256 inputs
 auto  as the folder has them: bf16, int8, or else fp32
 """

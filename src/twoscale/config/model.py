@@ -162,7 +162,7 @@ class ModelConfig:
         if loops is None:
             loops = self.mean_loops
         if isinstance(loops, str | bytes):
-            raise UserError(f"loops = {loops!r}: give one whole number, or one for each group")
+            raise UserError(f"loops = {loops!r}: give one integer, or one for each group")
         single = _whole_number(loops)
         if single is not None:
             counts: tuple[int | None, ...] = (single,) * self.n_groups
@@ -170,11 +170,11 @@ class ModelConfig:
             try:
                 counts = tuple(_whole_number(k) for k in loops)  # type: ignore[union-attr]
             except TypeError:
-                raise UserError(f"loops = {loops!r}: give one whole number, or one for each group") from None
+                raise UserError(f"loops = {loops!r}: give one integer, or one for each group") from None
         if len(counts) != self.n_groups:
             raise UserError(f"loops has {len(counts)} entries, the model has {self.n_groups} groups: give one for each")
         if any(k is None or k < 1 for k in counts):
-            raise UserError(f"loops = {loops!r}: a group takes a whole number of steps, at least 1")
+            raise UserError(f"loops = {loops!r}: a group takes an integer number of steps, at least 1")
         if any(k is not None and k > MAX_LOOPS for k in counts):
             raise UserError(f"loops = {loops!r}: a group takes at most {MAX_LOOPS} steps; ask for fewer")
         return tuple(k for k in counts if k is not None)
@@ -256,4 +256,4 @@ def _whole_number(value: object) -> int | None:
 
 def _positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} = {value!r}: must be a whole number of at least 1")
+        raise UserError(f"{name} = {value!r}: must be an integer of at least 1")

@@ -75,7 +75,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     records = read_jsonl(path)
     for record in records:
         if type(record.get("step")) is not int:
-            raise UserError(f"{path}: a line has step = {record.get('step')!r}, no whole number: remove the line, or move the file away")
+            raise UserError(f"{path}: a line has step = {record.get('step')!r}, not an integer: remove the line, or move the file away")
     return records
 
 

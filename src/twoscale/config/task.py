@@ -84,4 +84,4 @@ class CarryConfig:
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UserError(f"{name} = {value!r}: must be a whole number between {low} and {high}")
+        raise UserError(f"{name} = {value!r}: must be an integer between {low} and {high}")

@@ -55,17 +55,17 @@ class SamplingParams:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= 1000:
             raise UserError(f"temperature = {self.temperature!r}: a number from 0 (the most likely token) to 1000")
         if self.top_k is not None and not _is_int(self.top_k, 1):
-            raise UserError(f"top_k = {self.top_k!r}: a whole number of at least 1, or None")
+            raise UserError(f"top_k = {self.top_k!r}: an integer of at least 1, or None")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise UserError(f"top_p = {self.top_p!r}: a probability above 0 and up to 1, or None")
         if not _is_int(self.seed, -math.inf):  # type: ignore[arg-type]
-            raise UserError(f"seed = {self.seed!r}: a whole number")
+            raise UserError(f"seed = {self.seed!r}: an integer")
         if not _is_int(self.max_new_tokens, 1):
-            raise UserError(f"max_new_tokens = {self.max_new_tokens!r}: a whole number of at least 1")
+            raise UserError(f"max_new_tokens = {self.max_new_tokens!r}: an integer of at least 1")
         if self.logprobs is not None and not _is_int(self.logprobs, 0):
-            raise UserError(f"logprobs = {self.logprobs!r}: a whole number of at least 0, or None")
+            raise UserError(f"logprobs = {self.logprobs!r}: an integer of at least 0, or None")
         if not all(_is_int(token, 0) for token in self.stop_token_ids):
-            raise UserError(f"stop_token_ids = {sorted(map(str, self.stop_token_ids))}: token ids are whole numbers of at least 0")
+            raise UserError(f"stop_token_ids = {sorted(map(str, self.stop_token_ids))}: token ids are integers of at least 0")
         if isinstance(self.stop, str) or not all(isinstance(word, str) and word for word in self.stop):
             raise UserError(f"stop = {self.stop!r}: strings that are not empty")
 

@@ -34,7 +34,7 @@ class Speculation:
     def problem(self, config: ModelConfig, params: "LoopParams") -> str | None:
         """Why this cannot be used with a model and loop parameters, in words for the user; None if it can."""
         if params.kv != "exact":
-            return f"speculation is exact with kv=exact only, not with kv={params.kv}: leave kv away, or speculate=off"
+            return f"speculation is exact with kv=exact only, not with kv={params.kv}: omit kv, or speculate=off"
         if params.token_by_token:
             return "this exit rule runs the coda for one token at a time (read=coda): use read=lens, or speculate=off"
         return None
@@ -176,4 +176,4 @@ NOTHING = SpeculationStats()
 
 def _at_least_one(text: str, value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"speculate = {text}: {what}, a whole number of at least 1")
+        raise UserError(f"speculate = {text}: {what}, an integer of at least 1")

@@ -26,7 +26,7 @@ class RandomExit(Rule):
         check_number(self, "least", 1, MAX_COUNT)
         check_number(self, "mean", self.least, MAX_COUNT)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or abs(self.seed) >= 2**63:
-            raise UserError(f"RandomExit: seed = {self.seed!r}, but it is a whole number")
+            raise UserError(f"RandomExit: seed = {self.seed!r}, but it must be an integer")
 
     def remember(self, view: StepView) -> Tensor:
         return self._depth(view)
@@ -78,7 +78,7 @@ class Oracle(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.depths.dim() not in (2, 3) or self.depths.is_floating_point() or int(self.depths.min()) < 1:
-            raise UserError("Oracle: depths are whole numbers of at least 1, of shape (B, T) or (B, T, G)")
+            raise UserError("Oracle: depths are integers of at least 1, of shape (B, T) or (B, T, G)")
 
     def of_rows(self, rows: slice) -> "Oracle":
         """The oracle of some sequences of the batch."""

@@ -234,7 +234,7 @@ def check_number(rule: Rule, name: str, low: float, high: float) -> None:
 
 def check_count(rule: Rule, name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
-        raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it is a whole number of at least 1 and at most {MAX_COUNT}")
+        raise UserError(f"{type(rule).__name__}: {name} = {value!r}, but it must be an integer of at least 1 and at most {MAX_COUNT}")
 
 
 _NOTHING = torch.tensor(math.nan, dtype=torch.float32, device="cpu")  # never changed in place

@@ -56,7 +56,7 @@ def edited(task: Hops, problem: Problem, place: int, p: object, x: object) -> Pr
 
 def _whole(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value != int(value):
-        raise UserError(f"{name} = {value!r}: give a whole number between {low} and {high}")
+        raise UserError(f"{name} = {value!r}: give an integer between {low} and {high}")
     return int(value)
 
 

@@ -205,7 +205,7 @@ def _index(visit: Visit, index: object) -> int:
 def number(name: str, value: float | None) -> int:
     """A sample's number or a seed, as a visitor gave it."""
     if value is None or not 0 <= value <= MAX_SAMPLE:
-        raise UserError(f"{name} = {value!r}: give a whole number between 0 and {MAX_SAMPLE}")
+        raise UserError(f"{name} = {value!r}: give an integer between 0 and {MAX_SAMPLE}")
     return int(value)
 
 

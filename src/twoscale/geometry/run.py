@@ -39,7 +39,7 @@ def measure_run(
     folders = folders or [find_checkpoint(run, checkpoint)]
     task = load_task(run)
     if task is not None and data_dir is not None:
-        raise UserError(f"--data-dir {data_dir}: {run} was trained on the task {task.name}, which makes its own samples; leave it away")
+        raise UserError(f"--data-dir {data_dir}: {run} was trained on the task {task.name}, which makes its own samples; omit it")
     data, records = task or find_data(run, data_dir), []
     with lock(run, "trace"):
         for i, folder in enumerate(folders, start=1):

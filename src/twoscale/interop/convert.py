@@ -73,7 +73,7 @@ def convert(
         model.config = dataclasses.replace(model.config, mean_loops=loops)
     task = load_task(folder)
     if task is not None and (groups or data is not None or data_dir is not None):
-        raise UserError(f"{folder} is a model of the task {task.name}, which makes its own samples: leave data and groups away")
+        raise UserError(f"{folder} is a model of the task {task.name}, which makes its own samples: omit data and groups")
     model.config = _shortened(model.config, block_size)
     prepared = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
     settings = prepared if data_dir is None else prepared_config(data_dir)

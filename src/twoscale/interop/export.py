@@ -115,7 +115,7 @@ def _source(run: Path, checkpoint: str | None) -> Source:
         data = config.data if config.task == "none" else None
         return Source(run, folder, config.name, *ckpt.load_model(folder), ckpt.read_progress(folder), config.train, data)
     if checkpoint is not None:
-        raise UserError(f"--checkpoint {checkpoint}: {run} is a model, not a run with checkpoints; leave --checkpoint away")
+        raise UserError(f"--checkpoint {checkpoint}: {run} is a model, not a run with checkpoints; omit --checkpoint")
     model, tokenizer = load(run, dtype="fp32")
     if tokenizer is None:
         raise UserError(f"{run} has no tokenizer.json: put the model's own beside its weights")

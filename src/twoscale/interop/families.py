@@ -186,7 +186,7 @@ def _padded(w: Tensor, c: ModelConfig) -> Tensor:
 def _whole(settings: Mapping[str, Any], name: str, high: int = 2**40) -> int:
     value = settings.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-        raise UserError(f"config.json: {name} = {value!r}, but it must be a whole number from 1 to {high}")
+        raise UserError(f"config.json: {name} = {value!r}, but it must be an integer from 1 to {high}")
     return value
 
 

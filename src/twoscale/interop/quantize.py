@@ -179,7 +179,7 @@ def measured_cost(folder: Path, checkpoint: Path, dtype: WeightDtype) -> str:
 def _card(folder: Path, content: Content, dtype: WeightDtype, roundings: list[Rounding], cost: str) -> str:
     c, worst = content.config, max(roundings, key=lambda r: r.relative)
     mean = (sum(r.relative**2 for r in roundings) / len(roundings)) ** 0.5
-    how = "whole numbers from -127 to 127 with a scale for each output and 256 inputs" if dtype == "int8" else "16-bit floating point"
+    how = "integers from -127 to 127 with a scale for each output and 256 inputs" if dtype == "int8" else "16-bit floating point"
     return f"""---
 library_name: twoscale
 tags: [looped-transformer, recurrent-depth, early-exit, twoscale, {dtype}]

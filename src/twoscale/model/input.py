@@ -13,13 +13,13 @@ def as_batch(ids: Tensor | Sequence[Sequence[int]], vocab_size: int, block_size:
     """Checked ids (B, T) padded on the right, and the rows' lengths (B,)."""
     if isinstance(ids, Tensor):
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise UserError(f"ids must be whole numbers of shape (B, T), not {ids.dtype} of shape {tuple(ids.shape)}")
+            raise UserError(f"ids must be integers of shape (B, T), not {ids.dtype} of shape {tuple(ids.shape)}")
         tokens, lengths = ids.to(torch.int64), torch.full((ids.shape[0],), ids.shape[1], device="cpu")
     else:
         try:
             rows = [torch.tensor([index(i) for i in row], dtype=torch.int64, device="cpu") for row in ids]
         except (TypeError, ValueError, RuntimeError):
-            raise UserError("ids must be a tensor (B, T) or a list of lists of whole numbers") from None
+            raise UserError("ids must be a tensor (B, T) or a list of lists of integers") from None
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu")
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0, dtype=torch.int64, device="cpu")
     if tokens.shape[0] == 0:

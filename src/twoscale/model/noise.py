@@ -40,7 +40,7 @@ def _mix_tensor(x: Tensor) -> Tensor:
 
 
 def fold(*keys: int) -> int:
-    """One 64-bit key out of several whole numbers; their order counts."""
+    """One 64-bit key out of several integers; their order counts."""
     key = 0
     for part in keys:
         key = _mix(key ^ (part & _MASK))

@@ -1,8 +1,8 @@
 """Weight matrices in fewer bits, and the modules that compute with them by torch's operators: the reference for the C kernels.
 
-A matrix (O, I) in int8 has a scale for each output and each group of GROUP inputs: w = scale * q, q a whole number from -127 to 127. With
+A matrix (O, I) in int8 has a scale for each output and each group of GROUP inputs: w = scale * q, q an integer from -127 to 127. With
 dtype="w8a8" the inputs of a product are rounded in the same way, with a scale for each row and group; the products within a group are then
-sums of whole numbers below 2^24, which fp32 adds without rounding in any order.
+sums of integers below 2^24, which fp32 adds without rounding in any order.
 
 Shapes: O outputs, I inputs, G groups of inputs.
 """
@@ -73,7 +73,7 @@ def quantize_matrix(weight: Tensor, dtype: WeightDtype) -> Matrix:
 
 
 def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, I) fp32 -> whole numbers q (n, I) as fp32 and scales (n, G), with scale * q within scale / 2 of x."""
+    """(n, I) fp32 -> integers q (n, I) as fp32 and scales (n, G), with scale * q within scale / 2 of x."""
     n, width = x.shape
     grouped = F.pad(x, (0, -width % GROUP)).view(n, -1, GROUP)
     largest = grouped.abs().amax(dim=-1)
@@ -109,7 +109,7 @@ def _product(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _whole_number_product(x: Tensor, matrix: Matrix) -> Tensor:
-    """x (n, I) rounded to whole numbers, times the matrix: group after group, as the C kernels do."""
+    """x (n, I) rounded to integers, times the matrix: group after group, as the C kernels do."""
     assert matrix.scales is not None
     q, scales = round_groups(x)
     y = None

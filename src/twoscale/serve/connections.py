@@ -168,7 +168,8 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _send_408(self) -> None:
-        message = f"the {self.phase.value} was not complete within {self.limits.read_timeout:g} seconds"
+        part = "headers were" if self.phase is Phase.HEADERS else "body was"
+        message = f"the {part} not complete within {self.limits.read_timeout:g} seconds"
         body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events = (h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"), h11.Data(data=body), h11.EndOfMessage())

@@ -119,7 +119,7 @@ class Server:
             body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops, self.speculate
         )
         if len(requests) > self.limits.max_queue:
-            raise InvalidRequest(f"at most {self.limits.max_queue} requests fit the queue of this server", "n")
+            raise InvalidRequest(f"at most {self.limits.max_queue} completions fit the queue of this server", "n")
         for request in requests:
             self.worker.scheduler.check(request)
         return [Choice(r, TextStream(self.tokenizer, r.prompt, r.sampling.stop, r.sampling.stop_token_ids)) for r in requests]

@@ -20,9 +20,9 @@ def read_overrides(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except ValueError as error:
-        raise UserError(f"--hf-overrides is no JSON ({error}): write for example '{{\"loops\": 8}}'") from None
+        raise UserError(f"--hf-overrides is not valid JSON ({error}): write for example '{{\"loops\": 8}}'") from None
     if not isinstance(found, dict):
-        raise UserError("--hf-overrides is a JSON object: write for example '{\"loops\": 8}'")
+        raise UserError("--hf-overrides must be a JSON object: write for example '{\"loops\": 8}'")
     return found
 
 
@@ -32,7 +32,7 @@ def vllm_command(
     """The words of `vllm serve`; UserError where vLLM is missing or of another version, or the folder cannot be run at this depth."""
     check_vllm()
     if RunFolder(folder).is_run or not (folder / CONFIG).exists():
-        raise UserError(f"{folder} is no folder that vLLM opens: make one with `twoscale export {folder} --out FOLDER`")
+        raise UserError(f"{folder} is not a folder that vLLM opens: make one with `twoscale export {folder} --out FOLDER`")
     depth_of(model_config(folder), folder, **{ours: overrides[theirs] for theirs, ours in DEPTH.items() if theirs in overrides})
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", name, "--host", host]
     words += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(max_num_seqs)]

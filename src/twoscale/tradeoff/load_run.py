@@ -80,7 +80,7 @@ def load_run_model(run: Path, checkpoint: str | None = None, data_dir: Path | No
     data: TokenData | Task
     if (task := load_task(run)) is not None:
         if data_dir is not None:
-            raise UserError(f"--data-dir {data_dir}: {run} was trained on the task {task.name}, which makes its own samples; leave it away")
+            raise UserError(f"--data-dir {data_dir}: {run} was trained on the task {task.name}, which makes its own samples; omit it")
         if tokenizer.fingerprint != task.tokenizer().fingerprint:
             raise UserError(f"{RunFolder(run).task} is not of this model, whose vocabulary is another: put the model's own task.json there")
         data = task
@@ -141,7 +141,7 @@ def calibration_for(path: Path, dtype: WeightDtype = "fp32") -> tuple[dict[int, 
     found = read_calibration(run.calibration)
     assert rules is not None and found is not None
     if isinstance(found["loops"], bool) or not isinstance(found["loops"], int):
-        raise UserError(f"{run.calibration}: loops = {found['loops']!r} is no whole number: calibrate again")
+        raise UserError(f"{run.calibration}: loops = {found['loops']!r} is not an integer: calibrate again")
     return rules, found["loops"]
 
 

@@ -136,7 +136,7 @@ def check_task_lines(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON is of a kind; a whole number may stand for a float, a bool for neither."""
+    """Whether a value read from JSON is of a kind; an integer may stand for a float, a bool for neither."""
     if isinstance(value, bool):
         return False
     return isinstance(value, kind | int if kind in (float, float | None) else kind)

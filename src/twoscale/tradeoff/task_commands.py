@@ -24,11 +24,11 @@ def check_flags(opened: LoadedRun, of_text: Mapping[str, bool], of_tasks: Mappin
     if opened.task is not None:
         for name, given in of_text.items():
             if given:
-                raise UserError(f"{name} goes with text: this run is of the task {opened.task.name}, leave it away")
+                raise UserError(f"{name} goes with text: this run is of the task {opened.task.name}, omit it")
     else:
         for name, value in of_tasks.items():
             if value is not None:
-                raise UserError(f"{name} {value} goes with a task: this run was trained on text, leave it away")
+                raise UserError(f"{name} {value} goes with a task: this run was trained on text, omit it")
 
 
 def default_loops(opened: LoadedRun) -> int:

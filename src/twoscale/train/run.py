@@ -49,7 +49,7 @@ def start_run(
                 if data != RunFolder(run).data:
                     config = dataclasses.replace(config, data=prepared_config(data))
             elif data is not None:
-                raise UserError(f"--data-dir {data}: the task {config.task} makes its own samples, leave --data-dir away")
+                raise UserError(f"--data-dir {data}: the task {config.task} makes its own samples, omit --data-dir")
         with world.together():
             if world.main:
                 make_folder(run)

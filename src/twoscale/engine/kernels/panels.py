@@ -23,7 +23,7 @@ from twoscale.engine.kernels.library import SANITIZE, Library, MatrixStruct, flo
 from twoscale.model.quantized import GROUP, Matrix, QuantizedLinear, quantize_matrix
 
 PANEL = 16  # outputs of a panel, as in matmul.c
-MAX_INPUTS = 1 << 17  # of a w8a8 matrix: a row of whole numbers must fit the kernels' buffer
+MAX_INPUTS = 1 << 17  # of a w8a8 matrix: a row of integers must fit the kernels' buffer
 HUGE_PAGE = 2 << 20  # bytes
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "w8a8": torch.int8}
 

@@ -45,7 +45,7 @@ def depth_of(config: ModelConfig, folder: Path | None, *, loops: Any = None, exi
         if isinstance(rule, exits.Gate) and not (config.exit_gate and g == config.n_groups - 1):
             raise UserError(f"exits.Gate: group {g} has no learned gate")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise UserError(f"start_seed = {seed!r}: give a whole number")
+        raise UserError(f"start_seed = {seed!r}: give an integer")
     return LoopParams(planned, config.loops_for(loops), seed=seed or 0)
 
 
