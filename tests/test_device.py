@@ -58,6 +58,17 @@ def test_scheduler(device: str) -> None:
     assert [len(request.tokens) for request in requests] == [5] * len(requests)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reserved_bytes(dtype: torch.dtype) -> None:
+    """The scheduler reserves the bytes that a request's cache takes at its full length, in any precision."""
+    model = loud(small_model(block_size=64), scale=0.1).to(dtype)
+    scheduler = Scheduler(model, kernels="torch")
+    request = Request([1, 2, 3], SamplingParams(max_new_tokens=5), loop_params(model, loops=3, kv="last"))
+    scheduler.add(request)
+    scheduler.step()
+    assert request.cache is not None and scheduler.reserved_bytes == request.cache.nbytes > 0
+
+
 def test_batched_attention() -> None:
     """One attention call for the sequences of a slab gives what one call a sequence gives, at any depths and lengths."""
     model = loud(small_model(block_size=64, positions="rotary", n_kv_head=2), 0, scale=0.1)

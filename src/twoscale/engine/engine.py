@@ -61,6 +61,11 @@ class Engine:
         """An empty KV cache for one sequence."""
         return Cache(self.config, min(capacity, self.config.block_size), params, self._like, self.kernels)
 
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of one number in the KV caches."""
+        return self._like.itemsize
+
     def embed(self, rows: Rows) -> Tensor:
         """Token and position embeddings of the rows, (N, C)."""
         return self._embedding(rows)

@@ -121,7 +121,7 @@ class Scheduler:
 
     def _bytes(self, request: Request) -> int:
         """Cache bytes of a request at its full length and depth."""
-        return request.capacity * bytes_per_token(self.engine.config, request.params)
+        return request.capacity * bytes_per_token(self.engine.config, request.params, self.engine.kv_itemsize)
 
     def _can_speculate(self, request: Request) -> bool:
         """Whether a request guesses ahead and the result is sure to be the same."""
