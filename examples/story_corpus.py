@@ -35,7 +35,7 @@ def sound(text: str) -> bool:
 def write_batch(model: twoscale.LoopedGPT, pieces: list[bytes], number: int, rows: int, temperature: float) -> list[str]:
     length = model.config.block_size - 1
     gen = twoscale.generate(model, [[BEGIN]] * rows, length, temperature=temperature, seed=number, stop=ENDS)
-    ended = [t for t, why in zip(gen.tokens, gen.finish, strict=True) if why == "stop" and len(t) > SHORTEST]
+    ended = [t for t, why in zip(gen.tokens, gen.finish_reasons, strict=True) if why == "stop" and len(t) > SHORTEST]
     return [text for text in (spell(t, pieces) for t in ended) if sound(text)]
 
 

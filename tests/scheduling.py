@@ -48,7 +48,7 @@ def alone(model: twoscale.LoopedGPT, request: Request, **settings: object) -> tw
 def check(model: twoscale.LoopedGPT, request: Request) -> None:
     """A request has what it gets alone."""
     want = alone(model, request)
-    assert request.finish == "length" and request.steps == want.steps[0] and request.prompt_steps == want.prompt_steps[0]
+    assert request.finish_reason == "length" and request.steps == want.steps[0] and request.prompt_steps == want.prompt_steps[0]
     assert request.tokens == want.tokens[0]
 
 

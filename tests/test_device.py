@@ -10,7 +10,7 @@ from models import LAYOUTS, loud, small_model
 from scheduling import RULES
 from twoscale import exits
 from twoscale.engine import Engine, Scheduler, loop_params
-from twoscale.engine.kernels import DecodeCopy, TorchKernels
+from twoscale.engine.kernels import InferenceCopy, TorchKernels
 from twoscale.engine.request import Request, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -45,7 +45,7 @@ def test_forward(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_scheduler(device: str) -> None:
-    """Requests with different rules share calls on the device too."""
+    """Requests with different rules share stage passes on the device too."""
     model = loud(small_model(block_size=64), scale=0.1).to(device)
     scheduler = Scheduler(model, kernels="torch")
     requests = [
@@ -75,7 +75,7 @@ def test_batched_attention() -> None:
     params = loop_params(model, exit=exits.Acceleration(1.0, normalize="steps"), loops=5)
 
     def states(batch_attention: bool) -> torch.Tensor:
-        engine = Engine(model, decode_copy=DecodeCopy(model, TorchKernels(batch_attention)))
+        engine = Engine(model, inference_copy=InferenceCopy(model, TorchKernels(batch_attention)))
         caches, found = [engine.new_cache(20, params) for _ in range(5)], []
         engine.run([(b, cache, list(range(1, 3 + 3 * b))) for b, cache in enumerate(caches)])
         for token in (5, 9, 2):
@@ -88,7 +88,7 @@ def test_batched_attention() -> None:
 def test_slots_are_used_again() -> None:
     """A sequence that has ended gives its memory back, and the next one finds nothing of it, not even NaN."""
     model = loud(small_model(), scale=0.1)
-    params, engine = loop_params(model, loops=3), Engine(model, decode_copy=DecodeCopy(model, TorchKernels()))
+    params, engine = loop_params(model, loops=3), Engine(model, inference_copy=InferenceCopy(model, TorchKernels()))
     kernels = engine.kernels
     assert isinstance(kernels, TorchKernels)
 

@@ -14,15 +14,15 @@ from models import LAYOUTS, loud, small_model
 from twoscale import exits
 from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
 from twoscale.engine import Scheduler, loop_params
-from twoscale.engine.kernels import optimize_for_decode
-from twoscale.engine.kernels.library import c_library, floats, pointer
+from twoscale.engine.kernels import optimize_for_inference
+from twoscale.engine.kernels.library import c_library, empty_floats, pointer
 from twoscale.engine.kernels.native import NativeEmbedding, NativeLinear
 from twoscale.engine.kernels.panels import Panels, pack
 from twoscale.engine.kernels.quantize import matrices_of, quantize
 from twoscale.engine.request import Request, SamplingParams
 from twoscale.geometry.spectrum import loop_spectral_radius
 from twoscale.model import LoopedGPT
-from twoscale.model.quantized import GROUP, QuantizedEmbedding, QuantizedLinear, quantize_matrix
+from twoscale.model.quantized import SCALE_BLOCK, QuantizedEmbedding, QuantizedLinear, quantize_matrix
 
 needs_kernel = pytest.mark.skipif(c_library() is None, reason="no C compiler")
 
@@ -33,7 +33,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def product(x: Tensor, w: Panels) -> Tensor:
     n, (O, I) = len(x), w.shape  # noqa: E741
-    y = floats(n * O).fill_(torch.nan).view(n, O)
+    y = empty_floats(n * O).fill_(torch.nan).view(n, O)
     c_library().linear(1, n, w.address, pointer(x, n * I), pointer(y, n * O))
     return y
 
@@ -46,9 +46,9 @@ def test_rounding(outputs: int, inputs: int, seed: int, size: float) -> None:
     w = normal(outputs, inputs, seed=seed) * size
     matrix = quantize_matrix(w, "int8")
     assert matrix.scales is not None and int(matrix.values.abs().max()) == 127
-    scales = matrix.scales.repeat_interleave(GROUP, dim=1)[:, :inputs].double()
+    scales = matrix.scales.repeat_interleave(SCALE_BLOCK, dim=1)[:, :inputs].double()
     assert bool(((matrix.values.double() * scales - w.double()).abs() <= 0.5001 * scales).all())
-    for values in matrix.values.split(GROUP, dim=1):
+    for values in matrix.values.split(SCALE_BLOCK, dim=1):
         assert bool((values.abs().amax(dim=1) == 127).all())
 
 
@@ -130,13 +130,13 @@ def test_quantized_model(dtype: WeightDtype, layout: str) -> None:
 
 
 def test_memory_of_a_quantized_model() -> None:
-    """A quantised model has no fp32 matrix, its decode copy shares its panels, and a copy of it does too."""
+    """A quantised model has no fp32 matrix, its inference copy shares its panels, and a copy of it does too."""
     model = quantize(loud(small_model()), "int8")
     assert all(p.ndim < 2 or "wpe" in name for name, p in model.named_parameters())
     if c_library() is None:
         return
     mine = {id(m.panels) for m in model.modules() if isinstance(m, NativeLinear | NativeEmbedding)}
-    for other in (optimize_for_decode(model).model, copy.deepcopy(model)):
+    for other in (optimize_for_inference(model).model, copy.deepcopy(model)):
         assert {id(m.panels) for m in other.modules() if isinstance(m, NativeLinear | NativeEmbedding)} == mine
 
 

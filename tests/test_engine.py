@@ -75,7 +75,7 @@ class Noting(exits.Rule):
 
     def measure(self, view: exits.StepView) -> Tensor:
         value = torch.as_tensor(self.rule.measure(view)).expand(len(view.rows.positions))
-        keys = zip(view.rows.sequences.tolist(), view.rows.positions.tolist(), view.rows.k.tolist(), strict=True)
+        keys = zip(view.rows.batch_indices.tolist(), view.rows.positions.tolist(), view.rows.k.tolist(), strict=True)
         self.notes.update({(b, t, view.group, k): v for (b, t, k), v in zip(keys, value.tolist(), strict=True)})
         return value
 
@@ -232,7 +232,7 @@ def test_rows_of_different_depths_share_calls() -> None:
                 loop.admit(rows, engine.embed(rows))
             finished = loop.advance()
             if finished is not None:
-                results.update({part.batch_index: (x, part.k) for part, x in zip(finished.rows.parts, finished.x, strict=True)})
+                results.update({part.batch_index: (x, part.loop_step) for part, x in zip(finished.rows.parts, finished.x, strict=True)})
     assert len({n for _, n in results.values()}) > 1, "the rows should differ in depth"
     for b in range(len(ids)):
         x, n = results[b]
@@ -272,7 +272,7 @@ def test_what_the_cache_keeps(kv: str) -> None:
 
 
 def test_weights_that_change() -> None:
-    """The decoding copy follows the model's weights: after a change in place, results are the new ones."""
+    """The inference copy follows the model's weights: after a change in place, results are the new ones."""
     model = loud(small_model())
     first = twoscale.generate(model, [[1, 2, 3]], 6).tokens
     with torch.no_grad():

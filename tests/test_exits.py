@@ -31,7 +31,7 @@ class Who:
         return torch.full((self.n,), self.steps)
 
     @property
-    def sequences(self) -> Tensor:
+    def batch_indices(self) -> Tensor:
         return torch.zeros(self.n, dtype=torch.int64)
 
     @property
@@ -290,10 +290,10 @@ def test_frozen_and_printable() -> None:
         (lambda: exits.parse("speed:1"), "no exit rule 'speed'"),
         (lambda: exits.parse("kl:1,mass=2"), "no setting 'mass'"),
         (lambda: exits.parse("kl:1,2"), "setting=value"),
-        (lambda: exits.plan({3: exits.Fixed(1)}, 2), "groups run from 0 to 1"),
-        (lambda: exits.plan({"a": exits.Fixed(1)}, 2), "group 'a'"),  # type: ignore[dict-item]
-        (lambda: exits.plan(exits.Fixed, 2), "Fixed(...)"),  # type: ignore[arg-type]
-        (lambda: exits.plan(7, 2), "exit = 7"),  # type: ignore[arg-type]
+        (lambda: exits.rules_per_group({3: exits.Fixed(1)}, 2), "groups run from 0 to 1"),
+        (lambda: exits.rules_per_group({"a": exits.Fixed(1)}, 2), "group 'a'"),  # type: ignore[dict-item]
+        (lambda: exits.rules_per_group(exits.Fixed, 2), "Fixed(...)"),  # type: ignore[arg-type]
+        (lambda: exits.rules_per_group(7, 2), "exit = 7"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_rules(make, words: str) -> None:  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from conftest import CommandLine
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.engine import SamplingParams
-from twoscale.engine.request import Draw
+from twoscale.engine.request import SamplingKey
 from twoscale.engine.sample import sample
 from twoscale.explore.session import Other, Session
 
@@ -61,8 +61,8 @@ def test_the_full_run_on_the_same_text(session: Session, temperature: float) -> 
         with_exits = twoscale.forward(session.model, [lane.ids[:i]], exit=rule, loops=6, seed=3).logits[0, -1].softmax(dim=-1)
         assert lane.answers[i - first].chosen == pytest.approx(float(with_exits[lane.ids[i]]), abs=1e-4)
         one = twoscale.forward(session.model, [lane.ids[:i]], loops=6, seed=3).logits[0, -1]
-        draw = Draw(SamplingParams(temperature, seed=3), token_index=i - first)
-        (token,) = sample(one[None], [draw]).tokens
+        key = SamplingKey(SamplingParams(temperature, seed=3), token_index=i - first)
+        (token,) = sample(one[None], [key]).tokens
         if token != lane.ids[i]:
             shares = one.softmax(dim=-1)
             want[i] = (session.tokenizer.decode([token]), float(shares[token]), float(shares[lane.ids[i]]))

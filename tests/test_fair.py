@@ -6,17 +6,18 @@ import twoscale
 from scheduling import POLICIES, RULES, check, finish, model_of, request_of
 from twoscale.engine.batch import Batch
 from twoscale.engine.fair import QUANTUM, select_for_batch
-from twoscale.engine.request import Client, Request
+from twoscale.engine.request import Request, RequestGroup
 from twoscale.engine.scheduler import Scheduler
 
 ROWS = 6
 
 
 def heavy_of(model: twoscale.LoopedGPT, texts: int = 8, loops: int = 16, new: int = 14, like: Request | None = None) -> list[Request]:
-    """One client's request for many long texts with many loops and no exits, or with the parameters of another one."""
-    client, changes = Client(), {} if like is None else {"params": like.params}
+    """One request group: many long texts with many loops and no exits, or with the parameters of another one."""
+    request_group, changes = RequestGroup(), {} if like is None else {"params": like.params}
     return [
-        request_of(model, 100 + i, None, longest=12, new=new, loops=loops, temperature=0.0, client=client, **changes) for i in range(texts)
+        request_of(model, 100 + i, None, longest=12, new=new, loops=loops, temperature=0.0, request_group=request_group, **changes)
+        for i in range(texts)
     ]
 
 
@@ -26,7 +27,7 @@ def light_of(model: twoscale.LoopedGPT, seed: int = 1) -> Request:
 
 def serve_until_done(scheduler: Scheduler, request: Request) -> None:
     for _ in range(20_000):
-        if request.finish:
+        if request.finish_reason:
             return
         scheduler.step()
     raise AssertionError("it does not come to an end")
@@ -46,13 +47,13 @@ def test_light_beside_heavy(policy: str, same: bool) -> None:
     while sum(len(request.tokens) for request in heavy) < 20:
         scheduler.step()
     assert len(scheduler.running) == ROWS
-    before, now = heavy[0].client.virtual_time, scheduler.fair.virtual_time
+    before, now = heavy[0].request_group.virtual_time, scheduler.fair.virtual_time
     scheduler.add(light)
     serve_until_done(scheduler, light)
     overtaken = policy == "lockstep" and not same  # then the round in flight does not come first
     in_flight = 0 if overtaken else ROWS * model.config.n_layer * max(heavy[0].params.loops)
-    one_call = ROWS * model.config.n_layer
-    assert heavy[0].client.virtual_time - before <= 1.5 * (light.client.virtual_time - now) + in_flight + one_call + QUANTUM
+    one_pass = ROWS * model.config.n_layer
+    assert heavy[0].request_group.virtual_time - before <= 1.5 * (light.request_group.virtual_time - now) + in_flight + one_pass + QUANTUM
     finish(scheduler)
     for request in (light, *heavy):
         check(model, request)
@@ -61,7 +62,7 @@ def test_light_beside_heavy(policy: str, same: bool) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_heavy_among_many_light_ones(policy: str) -> None:
-    """While three clients ask again and again, a heavy request gets its quarter of the work."""
+    """While three request groups ask again and again, a heavy request gets its quarter of the work."""
     model = model_of()
     heavy = heavy_of(model, texts=4, new=40)
     scheduler = Scheduler(model, policy, max_num_seqs=ROWS)
@@ -72,22 +73,22 @@ def test_heavy_among_many_light_ones(policy: str) -> None:
     done = 0.0
     for request in active:
         scheduler.add(request)
-    before = heavy[0].client.virtual_time
+    before = heavy[0].request_group.virtual_time
     while lights:
         scheduler.step()
         for i, request in enumerate(active):
-            if request.finish and lights:
+            if request.finish_reason and lights:
                 steps = [*request.prompt_steps, *request.steps[1:]]
                 done += sum(k * len(g) for s in steps for k, g in zip(s, model.config.groups, strict=True))
                 active[i] = lights.pop()
                 scheduler.add(active[i])
-    got = heavy[0].client.virtual_time - before
+    got = heavy[0].request_group.virtual_time - before
     assert 0.6 * done / 3 <= got <= 2.0 * done / 3
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_size_of_a_batch(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No batch has more than max_num_seqs sequences, also when clients arrive while another one has all of them in flight."""
+    """No batch has more than max_num_seqs sequences, also when others arrive while another one has all of them in flight."""
     model = model_of()
     heavy, lights = heavy_of(model, texts=ROWS), [light_of(model, i) for i in range(ROWS - 1)]
     scheduler = Scheduler(model, policy, max_num_seqs=ROWS)
@@ -114,10 +115,13 @@ def test_two_heavy_ones() -> None:
     for pair in zip(one, two, strict=True):
         for request in pair:
             scheduler.add(request)
-    while not any(all(request.finish for request in requests) for requests in (one, two)):
+    while not any(all(request.finish_reason for request in requests) for requests in (one, two)):
         scheduler.step()
-        assert all(sum(request.client is client for request in scheduler.running) <= ROWS // 2 for client in (one[0].client, two[0].client))
-    works = one[0].client.virtual_time, two[0].client.virtual_time
+        assert all(
+            sum(request.request_group is request_group for request in scheduler.running) <= ROWS // 2
+            for request_group in (one[0].request_group, two[0].request_group)
+        )
+    works = one[0].request_group.virtual_time, two[0].request_group.virtual_time
     assert abs(works[0] - works[1]) <= QUANTUM + 64 * model.config.n_layer and min(works) > 2000
 
 
@@ -134,7 +138,7 @@ def test_memory_is_left_for_others() -> None:
     scheduler.add(light)
     scheduler.step()
     assert light in scheduler.running
-    while not light.finish:
+    while not light.finish_reason:
         scheduler.step()
         assert scheduler.reserved_bytes <= scheduler.cache_bytes
     finish(scheduler)
@@ -146,15 +150,15 @@ def test_select() -> None:
     """A round takes requests in turns, the one that has had the least first, and of one request no more than of all others together."""
     model = model_of()
 
-    def client_of(texts: int, virtual_time: float) -> list[Request]:
-        client = Client(virtual_time)
-        return [request_of(model, i, prompt=[1], client=client) for i in range(texts)]
+    def requests_of(texts: int, virtual_time: float) -> list[Request]:
+        request_group = RequestGroup(virtual_time)
+        return [request_of(model, i, prompt=[1], request_group=request_group) for i in range(texts)]
 
-    big, one, two = client_of(9, 5.0), client_of(1, 7.0), client_of(1, 3.0)
+    big, one, two = requests_of(9, 5.0), requests_of(1, 7.0), requests_of(1, 3.0)
     assert select_for_batch(big, 6) == big[:6]
     assert select_for_batch([*big, *one], 6) == [big[0], *one]
     assert select_for_batch([*big, *one, *two], 6) == [*two, big[0], *one, big[1]]
-    assert select_for_batch([*big, *client_of(4, 9.0)], 6)[::2] == big[:3]
-    ahead = client_of(3, 500.0)
+    assert select_for_batch([*big, *requests_of(4, 9.0)], 6)[::2] == big[:3]
+    ahead = requests_of(3, 500.0)
     assert select_for_batch([*ahead, *one, *two], 6) == [*two, *one]  # it has several texts and is ahead
-    assert len(select_for_batch([*client_of(1, 1.0), *one, *two], 2)) == 2
+    assert len(select_for_batch([*requests_of(1, 1.0), *one, *two], 2)) == 2

@@ -18,8 +18,8 @@ from twoscale.engine import Engine, Loop, Request, SamplingParams, Scheduler, lo
 from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.kernels.library import c_library
 from twoscale.engine.kernels.native_rows import FusedLoop, NativeEvaluator
-from twoscale.engine.kernels.torch_ops import measure
-from twoscale.engine.request import Client
+from twoscale.engine.kernels.torch_ops import step_norms
+from twoscale.engine.request import RequestGroup
 from twoscale.engine.rows import Rows, make_part
 from twoscale.exits.rule import Numbers
 from twoscale.model import LoopedGPT
@@ -127,14 +127,14 @@ def test_statistics(rule: exits.Rule, vocab: int) -> None:
     condition = rule.condition(0)
     assert condition is not None
     head = torch.randn(32, vocab, generator=generator)
-    x, last = torch.randn(n, 32, generator=generator), torch.full((n, 32), torch.nan)
+    x, previous_step = torch.randn(n, 32, generator=generator), torch.full((n, 32), torch.nan)
     evaluate, native = NativeEvaluator(condition, library), torch.tensor(torch.nan)
     remembered: Tensor | None = torch.tensor(torch.nan)
     for k in range(1, 5):
         y = x + torch.randn(n, 32, generator=generator) / k
         tokens = Tokens(torch.full((n,), k))
-        norms = [norm.double() for norm in measure(x, y, last)]
-        views = [exits.StepView(0, tokens, x, y, memory, lambda states, _: states @ head, norms) for memory in (native, remembered)]
+        norms = [norm.double() for norm in step_norms(x, y, previous_step)]
+        views = [exits.StepView(0, tokens, x, y, last, lambda states, _: states @ head, norms) for last in (native, remembered)]
         got, native = evaluate(views[0])
         wanted = torch.as_tensor(rule.measure(views[1])).double()
         assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6, equal_nan=True), f"step {k}"
@@ -202,7 +202,7 @@ def all_exits(loop: Loop, limits: list[float], interrupt: Interrupt) -> tuple[li
         rows = loop.advance(limits[len(calls) % len(limits)], interrupt)
         calls.append(loop.steps_taken)
         if rows is not None:
-            exited.append([(part.batch_index, part.at, part.k) for part in rows.rows.parts if part.count == 1])
+            exited.append([(part.batch_index, part.positions, part.loop_step) for part in rows.rows.parts if part.count == 1])
             exited.append(rows.x.clone())
     return exited, calls
 
@@ -228,25 +228,25 @@ def test_interrupt() -> None:
 
 
 def scheduled(model: LoopedGPT, policy: str) -> tuple[Any, ...]:
-    """Requests of three clients with different rules and limits: their results, and everything that is counted."""
+    """Requests of three request groups with different rules and limits: their results, and everything that is counted."""
     scheduler, requests = Scheduler(model, max_num_seqs=4, policy=policy, prefill_chunk=3), []
-    clients = [Client() for _ in range(3)]
+    request_groups = [RequestGroup() for _ in range(3)]
     rules = (None, exits.StepNorm(3.0), exits.Acceleration(4.0), exits.Fixed(2), exits.Cosine(0.2, keep="previous"))
     for i, rule in enumerate(rules * 2):
         params = loop_params(model, exit=rule, loops=3 + i % 4, kv=("exact", "last")[i % 2])
-        requests.append(Request([i + 1] * (1 + i % 5), SamplingParams(max_new_tokens=4 + i), params, client=clients[i % 3]))
+        requests.append(Request([i + 1] * (1 + i % 5), SamplingParams(max_new_tokens=4 + i), params, request_group=request_groups[i % 3]))
         scheduler.add(requests[-1])
         scheduler.step()
     while scheduler.step():
         pass
     counters = scheduler.counters
-    counts = counters.calls, counters.rows, counters.tokens, counters.processed_tokens, list(counters.loop_steps)
-    return [(r.tokens, r.steps, r.prompt_steps) for r in requests], counts, [client.virtual_time for client in clients]
+    counts = counters.stage_passes, counters.rows, counters.tokens, counters.processed_tokens, list(counters.loop_steps)
+    return [(r.tokens, r.steps, r.prompt_steps) for r in requests], counts, [group.virtual_time for group in request_groups]
 
 
 @pytest.mark.parametrize("policy", ["lockstep", "depth"])
 def test_scheduling(policy: str) -> None:
-    """Calls, rows, loop steps and the service of each client are counted as with the steps one by one: the order of calls is the same."""
+    """Stage passes, rows, loop steps and the service of each request group are counted as with the steps one by one, in the same order."""
     got = scheduled(MODELS["default"], policy)
     with step_by_step():
         assert got == scheduled(MODELS["default"], policy)

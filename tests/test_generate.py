@@ -95,7 +95,7 @@ def test_stop_and_callback() -> None:
     gen = twoscale.generate(model, PROMPTS, 10, loops=4, stop=[stop], callback=lambda *event: calls.append(event))
     for row, whole in enumerate(free.tokens):
         cut = whole[: whole.index(stop) + 1] if stop in whole else whole
-        assert gen.tokens[row] == cut and gen.finish[row] == ("stop" if stop in whole else "length")
+        assert gen.tokens[row] == cut and gen.finish_reasons[row] == ("stop" if stop in whole else "length")
         assert [t for r, t, _ in calls if r == row] == cut
     assert [s for r, _, s in calls if r == 1] == gen.steps[1]
 

@@ -49,7 +49,7 @@ def test_completions(loaded, api, stream: bool) -> None:  # type: ignore[no-unty
         for j in range(2):
             assert texts[2 * i + j] == tokenizer.decode([*ids, *want.tokens[j]])[len(prompt) :].removesuffix("<|endoftext|>")
             assert [tuple(s) for s in steps[2 * i + j]] == want.steps[j]
-            assert finish[2 * i + j] == want.finish[j]
+            assert finish[2 * i + j] == want.finish_reasons[j]
             logits = twoscale.forward(model, [ids + want.tokens[j][:-1]], exit=rule, loops=6).logits[0, len(ids) - 1 :]
             direct = torch.log_softmax(logits, dim=-1)[torch.arange(len(want.tokens[j])), want.tokens[j]]
             assert found[2 * i + j] == pytest.approx(direct.tolist(), abs=1e-4)
@@ -348,7 +348,7 @@ def test_policy_by_cost(loaded) -> None:  # type: ignore[no-untyped-def]
     """Mixing depths pays where it makes calls fuller: with one group and flat costs. Among several groups rows scatter, and lockstep is
     fuller; the measured choice says why."""
     policy, why = choose_policy(loaded[0], 4)
-    assert policy in ("lockstep", "depth") and policy in why and "ms of a loop step" in why
+    assert policy in ("lockstep", "depth") and policy in why and "time of a loop step" in why
     sizes = (1, 2, 4, 8, 16, 32)
     flat, steep = {n: 1.0 + 0.001 * n for n in sizes}, {n: 0.1 * n for n in sizes}
     one = twoscale.LoopedGPT(dataclasses.replace(loaded[0].config, groups=((1, 2),)))

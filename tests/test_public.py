@@ -60,7 +60,7 @@ def test_one_line() -> None:
         shown = repr(value)
         assert "\n" not in shown and len(shown) < 600 and all(word in shown for word in words), shown
     gen = repr(twoscale.generate(model, ids, 20, loops=2))
-    assert "\n" not in gen and len(gen) < 400 and "work=[86, 86]" in gen and "finish=['length', 'length']" in gen, gen
+    assert "\n" not in gen and len(gen) < 400 and "work=[86, 86]" in gen and "finish_reasons=['length', 'length']" in gen, gen
 
 
 def test_one_line_shortens() -> None:

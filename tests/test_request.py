@@ -85,7 +85,7 @@ def test_stop_strings() -> None:
     word = tokenizer.decode(free.tokens[0][4:6])
     assert word not in tokenizer.decode(free.tokens[0][:5])
     cut = twoscale.generate(model, ["The old man", "Once"], 12, tokenizer=tokenizer, loops=2, stop=(word,))
-    assert cut.tokens[0] == free.tokens[0][:6] and cut.finish[0] == "stop" and cut.texts is not None
+    assert cut.tokens[0] == free.tokens[0][:6] and cut.finish_reasons[0] == "stop" and cut.texts is not None
     assert cut.texts[0] == free.texts[0][: free.texts[0].index(word)]
     assert cut.tokens[1] == free.tokens[1] or word in free.texts[1]
     with pytest.raises(UserError, match="tokenizer"):
@@ -143,17 +143,17 @@ def test_deep_request_beside_shallow_ones() -> None:
     for request in (deep, *shallow):
         scheduler.add(request)
     rounds = 0
-    while not all(request.finish for request in shallow):
+    while not all(request.finish_reason for request in shallow):
         assert scheduler.step()
         rounds = max(rounds, len(scheduler.batches))
-    assert rounds > 1 and not deep.finish
+    assert rounds > 1 and not deep.finish_reason
     finish(scheduler)
     for request in (deep, *shallow):
         check(model, request)
 
 
 def test_seeds_share_calls() -> None:
-    """Requests with different seeds of their start states share calls, and each has its own seed's states."""
+    """Requests with different seeds of their start states share stage passes, and each has its own seed's states."""
     model = model_of()
     requests = [request_of(model, 7, temperature=0.0, new=6) for _ in range(6)]
     for seed, request in enumerate(requests):
@@ -185,7 +185,7 @@ def test_caches_are_freed(kernels: str, cancel: bool) -> None:
         cache = weakref.ref(request.cache)
         assert cache() is not None
         request.cancelled = cancel
-        while not request.finish:
+        while not request.finish_reason:
             scheduler.step()
         scheduler.step()
         assert cache() is None

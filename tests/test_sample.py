@@ -1,4 +1,4 @@
-"""SamplingParams: draws follow the distribution, the kernel agrees with torch in fp64, and a row's token is its own."""
+"""SamplingParams: keys follow the distribution, the kernel agrees with torch in fp64, and a row's token is its own."""
 
 import random
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.engine.kernels.library import c_library
-from twoscale.engine.request import Draw, SamplingParams
+from twoscale.engine.request import SamplingKey, SamplingParams
 from twoscale.engine.sample import Sampled, _sample_native, _sample_torch, sample
 
 needs_kernel = pytest.mark.skipif(c_library() is None, reason="no C compiler")
@@ -32,8 +32,8 @@ SETTINGS = (
 )
 
 
-def by_kernel(logits: Tensor, draws: list[Draw]) -> Sampled:
-    return _sample_native(c_library(), logits, draws)
+def by_kernel(logits: Tensor, keys: list[SamplingKey]) -> Sampled:
+    return _sample_native(c_library(), logits, keys)
 
 
 PATHS = [pytest.param(_sample_torch, id="torch"), pytest.param(by_kernel, id="kernel", marks=needs_kernel)]
@@ -60,7 +60,7 @@ def test_draws_follow_the_distribution(by, setting: SamplingParams) -> None:
     """A chi-square test over 20,000 draws does not tell them from the distribution, and no token outside of it is ever drawn."""
     logits = 2.5 * torch.randn(200, generator=torch.Generator().manual_seed(1))
     p, n = distribution(logits, setting), 20_000
-    found = by(logits.expand(n, -1), [Draw(setting, sample_index=7, token_index=i) for i in range(n)])
+    found = by(logits.expand(n, -1), [SamplingKey(setting, sample_index=7, token_index=i) for i in range(n)])
     counts = torch.bincount(torch.tensor(found.tokens), minlength=len(p)).double()
     assert counts[p == 0].sum() == 0
     often = p * n >= 5
@@ -74,13 +74,13 @@ def test_draws_follow_the_distribution(by, setting: SamplingParams) -> None:
 @needs_kernel
 @pytest.mark.parametrize("V", [1, 7, 64, 65, 1000, 32_000])
 def test_kernel_agrees_with_torch(V: int) -> None:
-    """The kernel draws the token that fp64 draws, whatever the settings and the shape of the distribution."""
+    """The kernel keys the token that fp64 keys, whatever the settings and the shape of the distribution."""
     chance = random.Random(V)
     scales = (0.0, 0.01, 1.0, 3.0, 20.0)
     logits = torch.stack([scales[i % 5] * torch.randn(V, generator=torch.Generator().manual_seed(i)) for i in range(30)])
     logits[::7] = logits[::7].round()  # many equals
-    draws = [Draw(SETTINGS[i % len(SETTINGS)], chance.randrange(9), chance.randrange(999)) for i in range(30)]
-    ours, theirs = by_kernel(logits, draws), _sample_torch(logits, draws)
+    keys = [SamplingKey(SETTINGS[i % len(SETTINGS)], chance.randrange(9), chance.randrange(999)) for i in range(30)]
+    ours, theirs = by_kernel(logits, keys), _sample_torch(logits, keys)
     assert ours.finite == theirs.finite
     # A uniform number may fall so near to a boundary that the rounding of fp32 weights decides; then both tokens are neighbours.
     differ = [i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b]
@@ -91,11 +91,11 @@ def test_kernel_agrees_with_torch(V: int) -> None:
 def test_a_row_is_its_own(by) -> None:
     """A row's token is the same alone, in any batch, in any order."""
     logits = 3 * torch.randn(45, 333, generator=torch.Generator().manual_seed(0))
-    draws = [Draw(SETTINGS[i % len(SETTINGS)], i % 3, i) for i in range(45)]
-    whole = by(logits, draws).tokens
-    assert whole == [by(logits[i : i + 1], draws[i : i + 1]).tokens[0] for i in range(45)]
+    keys = [SamplingKey(SETTINGS[i % len(SETTINGS)], i % 3, i) for i in range(45)]
+    whole = by(logits, keys).tokens
+    assert whole == [by(logits[i : i + 1], keys[i : i + 1]).tokens[0] for i in range(45)]
     order = random.Random(0).sample(range(45), 45)
-    assert by(logits[order], [draws[i] for i in order]).tokens == [whole[i] for i in order]
+    assert by(logits[order], [keys[i] for i in order]).tokens == [whole[i] for i in order]
 
 
 @pytest.mark.parametrize("by", PATHS)
@@ -104,7 +104,7 @@ def test_edges(by) -> None:
     logits = torch.tensor([0.6, 0.25, 0.1, 0.05]).log()
 
     def drawn(x: Tensor, s: SamplingParams) -> set[int]:
-        return set(by(x.expand(300, -1), [Draw(s, 0, i) for i in range(300)]).tokens)
+        return set(by(x.expand(300, -1), [SamplingKey(s, 0, i) for i in range(300)]).tokens)
 
     assert drawn(logits, SamplingParams(1.0, top_k=2)) == {0, 1}
     assert drawn(logits, SamplingParams(1.0, top_p=0.6)) == {0} and drawn(logits, SamplingParams(1.0, top_p=0.61)) == {0, 1}
@@ -119,13 +119,13 @@ def test_edges(by) -> None:
     bad = torch.zeros(4, 70)
     bad[1, 69], bad[2, 3], bad[3, 8] = torch.nan, torch.inf, -torch.inf
     for setting in (SamplingParams(), SamplingParams(1.0, top_p=0.9)):
-        assert by(bad, [Draw(setting)] * 4).finite == [True, False, False, False]
+        assert by(bad, [SamplingKey(setting)] * 4).finite == [True, False, False, False]
 
 
-def test_one_row_for_each_draw() -> None:
+def test_one_row_for_each_key() -> None:
     """A count that does not fit is refused, and so are settings that mean nothing."""
     with pytest.raises(ValueError, match="2 rows"):
-        sample(torch.zeros(2, 5), [Draw(SamplingParams())])
+        sample(torch.zeros(2, 5), [SamplingKey(SamplingParams())])
     for bad in ({"temperature": -1}, {"temperature": True}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.5}, {"seed": 1.5}):
         with pytest.raises(UserError):
             SamplingParams(**bad)

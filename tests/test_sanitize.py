@@ -11,15 +11,15 @@ HERE = Path(__file__).parent
 SCRIPT = """
 import sys
 import torch
-from twoscale.engine.kernels.library import c_library, floats, pointer
+from twoscale.engine.kernels.library import c_library, empty_floats, pointer
 torch.set_num_threads(1)
 library = c_library()
 assert library is not None
-x, gain, y = floats(4 * 64).zero_(), floats(64).zero_(), floats(4 * 64)
+x, gain, y = empty_floats(4 * 64).zero_(), empty_floats(64).zero_(), empty_floats(4 * 64)
 rows = int(sys.argv[1])
 library.rms_norm(1, rows, 64, pointer(x, 4 * 64), pointer(gain, 64), 1e-6, pointer(y, 4 * 64))
 if "overflow" in sys.argv:  # no memory is touched, but an index overflows
-    library.settle(1, 4, 1, 1 << 62, 0, 0, 0, pointer(x, 4 * 64), pointer(y, 4 * 64))
+    library.fill_deeper_levels(1, 4, 1, 1 << 62, 0, 0, 0, pointer(x, 4 * 64), pointer(y, 4 * 64))
 print("done")
 """
 

@@ -56,11 +56,11 @@ def test_cancelled(policy: str) -> None:
         if not scheduler.step():
             break
     for i, request in enumerate(requests):
-        if i in vanish and request.finish == "cancelled":
+        if i in vanish and request.finish_reason == "cancelled":
             assert request.cache is None and len(request.tokens) < 12
         else:
             check(model, request)
-    assert any(requests[i].finish == "cancelled" for i in vanish) and scheduler.reserved_bytes == 0
+    assert any(requests[i].finish_reason == "cancelled" for i in vanish) and scheduler.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -81,7 +81,7 @@ def test_memory_and_order(policy: str) -> None:
         began += [request for request in requests if request.cache is not None and request not in began]
         if not working:
             break
-    assert began == requests and all(request.finish == "length" for request in requests)
+    assert began == requests and all(request.finish_reason == "length" for request in requests)
     scheduler.cache_bytes = 1000
     with pytest.raises(UserError, match="memory"):
         scheduler.add(request_of(model, 1))
@@ -111,7 +111,7 @@ def test_poisoned(policy: str) -> None:
     for request in [*clean[:3], bad, *clean[3:]]:
         scheduler.add(request)
     finish(scheduler)
-    assert bad.finish == "error" and "finite" in str(bad.error) and not bad.tokens
+    assert bad.finish_reason == "error" and "finite" in str(bad.error) and not bad.tokens
     for request in clean:
         want = alone(model, request, stop=(13,))
         assert request.tokens == want.tokens[0] and request.steps == want.steps[0]
@@ -138,7 +138,7 @@ def test_a_rule_that_breaks(policy: str) -> None:
     finish(scheduler)
     for i, request in enumerate(requests):
         if i % 3 == 0:
-            assert request.finish == "error" and isinstance(request.error, ZeroDivisionError) and request.cache is None
+            assert request.finish_reason == "error" and isinstance(request.error, ZeroDivisionError) and request.cache is None
         else:
             check(model, request)
     assert scheduler.reserved_bytes == 0 and not scheduler.running
@@ -164,7 +164,7 @@ def test_a_cache_without_memory(policy: str, levels: int, monkeypatch: pytest.Mo
     for request in [*requests[:2], bad, *requests[2:]]:
         scheduler.add(request)
     finish(scheduler)
-    assert bad.finish == "error" and isinstance(bad.error, MemoryError) and bad.cache is None
+    assert bad.finish_reason == "error" and isinstance(bad.error, MemoryError) and bad.cache is None
     monkeypatch.undo()
     for request in requests:
         check(model, request)

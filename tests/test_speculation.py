@@ -16,11 +16,11 @@ from models import LAYOUTS, loud, small_model
 from twoscale import UserError, exits
 from twoscale.engine.adaptive import Chooser, Estimates, estimates_of, tokens_per_cycle
 from twoscale.engine.cache import bytes_per_token
-from twoscale.engine.drafting import look_up
 from twoscale.engine.kernels.library import c_library
 from twoscale.engine.request import Request, SamplingParams, loop_params
 from twoscale.engine.scheduler import Scheduler
 from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront, parse_speculation
+from twoscale.engine.speculator import look_up
 from twoscale.exits import StepView
 from twoscale.exits.rule import Numbers
 from twoscale.model import LoopedGPT
@@ -58,8 +58,8 @@ class Recorder:
             request.append = self._append(request)  # type: ignore[method-assign]
         while scheduler.step():
             for request, found in zip(requests, self.caches, strict=True):
-                kept, drafter = request.cache, scheduler._drafters.get(request)
-                drafting = drafter is not None and drafter.in_cycle  # drafts may have opened a level that the verification takes back
+                kept, speculator = request.cache, scheduler._speculators.get(request)
+                drafting = speculator is not None and speculator.in_cycle  # drafts may have opened a level that the verification takes back
                 if kept is not None and not request.in_prefill and kept.length == request.n_computed and not drafting:
                     found[kept.length] = [
                         store[: layer.n_levels, :, : kept.length].clone() for layer in kept.layers for store in (layer.keys, layer.values)
@@ -84,7 +84,13 @@ def assert_equal(plain, speculative) -> int:  # type: ignore[no-untyped-def]
     """All results are equal to the bit, and so is the cache wherever both have stopped; returns at how many lengths it was compared."""
     compared = 0
     for i, (a, b) in enumerate(zip(plain[0], speculative[0], strict=True)):
-        assert (a.tokens, a.steps, a.prompt_steps, a.finish, a.logprobs) == (b.tokens, b.steps, b.prompt_steps, b.finish, b.logprobs)
+        assert (a.tokens, a.steps, a.prompt_steps, a.finish_reason, a.logprobs) == (
+            b.tokens,
+            b.steps,
+            b.prompt_steps,
+            b.finish_reason,
+            b.logprobs,
+        )
         assert all(map(torch.equal, plain[1].logits[i], speculative[1].logits[i]))
         for length, stores in speculative[1].caches[i].items():
             wanted = plain[1].caches[i].get(length)
@@ -120,7 +126,7 @@ def check_settings(data: st.DataObject) -> None:
     speculative = decode(model, prompts, sampling, speculate, data.draw(st.sampled_from(("lockstep", "depth"))), **loop)
     assert_equal(plain, speculative)
     for request in speculative[0]:
-        did = request.speculation
+        did = request.speculation_stats
         assert 0 <= did.accepted <= did.drafted and did.rewound >= 0 and did.accepted < new
 
 
@@ -146,7 +152,7 @@ def test_rewinding(speculate: Speculation) -> None:
     sampling, loop = SamplingParams(0.9, max_new_tokens=30), {"exit": exits.RandomExit(4.0), "loops": 9}
     plain, speculative = (decode(model, [[1, 2, 1, 2, 1]], sampling, s, **loop) for s in (parse_speculation("off"), speculate))
     compared = assert_equal(plain, speculative)
-    did = speculative[0][0].speculation
+    did = speculative[0][0].speculation_stats
     assert did.rewound > 5 and compared > 3
 
 
@@ -159,7 +165,7 @@ def test_memory() -> None:
     while scheduler.step():
         if request.cache is not None and request.tokens:
             sizes.add(request.cache.nbytes)
-    assert sizes == {request.capacity * bytes_per_token(model.config, params)} and request.speculation.rewound > 20
+    assert sizes == {request.capacity * bytes_per_token(model.config, params)} and request.speculation_stats.rewound > 20
 
 
 @pytest.mark.parametrize("speculate", ["draft:3", "lookup:2", "wavefront", "auto"])
@@ -280,7 +286,7 @@ def test_auto_leaves_rows_to_others() -> None:
     for n, guessed in ((2, False), (1, True)):
         requests = [Request([1, 2, i + 1], sampling, params, batch_index=i, speculate=Auto()) for i in range(n)]
         Recorder(Scheduler(model, isolate_errors=False), requests)
-        assert all(bool(request.speculation.drafted) == guessed for request in requests)
+        assert all(bool(request.speculation_stats.drafted) == guessed for request in requests)
 
 
 def test_without_c_kernels() -> None:

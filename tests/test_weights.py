@@ -1,4 +1,4 @@
-"""Weights that change between two calls: the decoding copy sees every change, however it was made."""
+"""Weights that change between two calls: the inference copy sees every change, however it was made."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import twoscale
 from conftest import small_model
 from models import loud
 from twoscale.engine import Engine, Request, SamplingParams, Scheduler, loop_params
-from twoscale.engine.kernels import decode_copy, fingerprint as fingerprints
+from twoscale.engine.kernels import fingerprint as fingerprints, inference_copy
 from twoscale.engine.kernels.library import c_library
 from twoscale.model import LoopedGPT
 
@@ -175,7 +175,7 @@ def test_scheduler_reads_the_weights_once(monkeypatch: pytest.MonkeyPatch) -> No
     model = loud(small_model(), scale=0.1)
     want = twoscale.generate(model, [[1, 2, 3]], 6, loops=3).tokens[0]
     scheduler, reads = Scheduler(model), []
-    monkeypatch.setattr(decode_copy, "fingerprint", lambda model: reads.append(model))
+    monkeypatch.setattr(inference_copy, "fingerprint", lambda model: reads.append(model))
     data_in_place(model)
     for seed in (0, 0, 1):
         request = Request([1, 2, 3], SamplingParams(max_new_tokens=6), loop_params(model, loops=3, seed=seed))

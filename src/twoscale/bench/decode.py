@@ -21,7 +21,7 @@ from twoscale.bench.timing import interleaved, timed
 from twoscale.config import ModelConfig
 from twoscale.engine import Engine, Loop, forward, loop_params
 from twoscale.engine.cache import Cache, bytes_per_token
-from twoscale.engine.kernels import DecodeCopy, KernelName, Kernels, TorchKernels, optimize_for_decode
+from twoscale.engine.kernels import InferenceCopy, KernelName, Kernels, TorchKernels, optimize_for_inference
 from twoscale.engine.kernels.packed import can_pack, pack, packed_linear
 from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows, make_part
@@ -238,7 +238,7 @@ def bench_torch_kernels(model: LoopedGPT, sequences: int, context: int, loops: i
     """Seconds of one more token for each sequence on torch's operators: one attention call a slab of sequences, one a sequence."""
     works = {}
     for name, batch_attention in (("slab", True), ("sequence", False)):
-        engine = Engine(model, decode_copy=DecodeCopy(optimize_for_decode(model, "torch").model, TorchKernels(batch_attention)))
+        engine = Engine(model, inference_copy=InferenceCopy(optimize_for_inference(model, "torch").model, TorchKernels(batch_attention)))
         engine.kernels.hint_capacities([context + 1] * sequences)
         caches = [engine.new_cache(context + 1, loop_params(model, loops=loops)) for _ in range(sequences)]
         lengths = [context - i % 8 for i in range(sequences)]

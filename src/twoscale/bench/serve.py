@@ -83,7 +83,7 @@ class Result:
     latency: list[float]
     first: list[float]
     rows: float = 1.0
-    """Mean rows a call."""
+    """Mean rows of a stage pass."""
     engine: float = 0.0
     """Seconds in the engine."""
 
@@ -93,7 +93,7 @@ class Result:
 
     @property
     def overhead(self) -> float:
-        """Time outside of the engine's calls, beside the time in them."""
+        """Time outside of the engine, relative to the time in it."""
         return self.seconds / self.engine - 1
 
 
@@ -104,7 +104,7 @@ def words(results: list[Result]) -> str:
     first = median(seconds for r in results for seconds in r.first)
     return (
         f"{median(r.rate for r in results):7.1f} tokens/s   latency p50 {median(latency):5.2f} s, p99 {late:5.2f} s   "
-        f"first token {first:5.2f} s   {median(r.rows for r in results):5.1f} rows a call"
+        f"first token {first:5.2f} s   {median(r.rows for r in results):5.1f} rows a pass"
     )
 
 
@@ -159,19 +159,19 @@ def closed_loop(scheduler: Scheduler, load: Load, requests: Iterator[Request]) -
         return request
 
     def on_token(request: Request) -> None:
-        if request.finish:
+        if request.finish_reason:
             ended.append(request)
             ask()
 
     firsts = [ask() for _ in range(load.clients)]
-    while not all(request.finish for request in firsts):
+    while not all(request.finish_reason for request in firsts):
         scheduler.step()
     ended.clear()
     before, started = replace(scheduler.counters), time.perf_counter()
     while not ended or time.perf_counter() - started < load.seconds:
         scheduler.step()
     seconds = time.perf_counter() - started
-    if any(request.finish != "length" for request in ended):
+    if any(request.finish_reason != "length" for request in ended):
         raise UserError("a request was lost")
     latency, first = [r.ended - r.submitted for r in ended], [r.first_token - r.submitted for r in ended]
     return _between(before, scheduler.counters, seconds, latency, first)
@@ -234,9 +234,9 @@ def run_clients(
 
 
 def _between(before: Counters, after: Counters, seconds: float, latency: list[float], first: list[float]) -> Result:
-    calls = max(1, after.calls - before.calls)
+    passes = max(1, after.stage_passes - before.stage_passes)
     engine = after.engine_seconds - before.engine_seconds
-    return Result(seconds, after.tokens - before.tokens, latency, first, (after.rows - before.rows) / calls, engine)
+    return Result(seconds, after.tokens - before.tokens, latency, first, (after.rows - before.rows) / passes, engine)
 
 
 MIXED = tuple(Drawn(1e-9, low=low, high=high) for low, high in ((3, 6), (5, 8), (7, 10), (9, 12), (3, 12), (4, 11), (5, 10), (6, 9)))

@@ -18,11 +18,11 @@ from twoscale.bench.serve import Load, closed_loop
 from twoscale.config import UserError
 from twoscale.engine import Loop, Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.cache import Cache
-from twoscale.engine.drafting import draft_params
 from twoscale.engine.engine import Engine
 from twoscale.engine.rows import Rows, make_part
 from twoscale.engine.scheduler import run_until_done
-from twoscale.engine.speculation import NOTHING, OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
+from twoscale.engine.speculation import NO_SPECULATION_STATS, OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
+from twoscale.engine.speculator import draft_params
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.heldout import heldout_windows
 from twoscale.tradeoff.load_run import LoadedRun
@@ -35,20 +35,21 @@ MOST_ROWS = 16  # of one pass
 
 @dataclass(frozen=True)
 class Measured:
-    """What one kind of speculation did on all prompts."""
+    """The measurements of one method of speculation on all prompts."""
 
-    plan: Speculation
+    method: Speculation
     ratio: float
     """Plain decoding's time divided by its time: the median over turns."""
     seconds: float
     """Median seconds of a token after the first."""
-    did: SpeculationStats
+    stats: SpeculationStats
     new: int
     """Tokens after the first, of all prompts."""
 
     @property
-    def calls_per_token(self) -> float:
-        return self.did.calls / self.new
+    def passes_per_token(self) -> float:
+        """Stage passes."""
+        return self.stats.calls / self.new
 
 
 def prompts_of(run: LoadedRun, n: int, length: int = PROMPT) -> list[list[int]]:
@@ -60,40 +61,40 @@ def prompts_of(run: LoadedRun, n: int, length: int = PROMPT) -> list[list[int]]:
 def compare(
     model: LoopedGPT,
     prompts: Sequence[list[int]],
-    plans: Sequence[Speculation],
+    methods: Sequence[Speculation],
     new: int,
     repeats: int,
     temperature: float = 0.0,
     **loop: Any,
 ) -> list[Measured]:
-    """Plain decoding first, then the plans, each beside plain decoding of the same prompt in the same turn."""
+    """Plain decoding first, then the methods, each beside plain decoding of the same prompt in the same turn."""
     scheduler, params = Scheduler(model, isolate_errors=False), loop_params(model, **loop)
     new = min(new, model.config.block_size - max(map(len, prompts)) + 1)
-    every = [OFF, *plans]
-    seconds: dict[Speculation, list[float]] = {plan: [] for plan in every}
-    ratios: dict[Speculation, list[float]] = {plan: [] for plan in every}
-    did = dict.fromkeys(every, NOTHING)
+    every = [OFF, *methods]
+    seconds: dict[Speculation, list[float]] = {method: [] for method in every}
+    ratios: dict[Speculation, list[float]] = {method: [] for method in every}
+    stats = dict.fromkeys(every, NO_SPECULATION_STATS)
     for turn in range(repeats + 1):  # the first is not counted
         for prompt in prompts:
             times, results = {}, []
-            for plan in every:
-                request = Request(prompt, SamplingParams(temperature, max_new_tokens=new), params, speculate=plan)
+            for method in every:
+                request = Request(prompt, SamplingParams(temperature, max_new_tokens=new), params, speculate=method)
                 run_until_done(scheduler, [request])
-                times[plan] = (request.ended - request.first_token) / max(1, new - 1)
+                times[method] = (request.ended - request.first_token) / max(1, new - 1)
                 results.append((request.tokens, request.steps))
                 if turn == 1:
-                    did[plan] += request.speculation
+                    stats[method] += request.speculation_stats
             if any(result != results[0] for result in results):
                 raise AssertionError("speculation has changed a result")
-            for plan in every if turn else ():
-                seconds[plan].append(times[plan])
-                ratios[plan].append(times[OFF] / times[plan])
+            for method in every if turn else ():
+                seconds[method].append(times[method])
+                ratios[method].append(times[OFF] / times[method])
     count = len(prompts) * (new - 1)
-    return [Measured(plan, median(ratios[plan]), median(seconds[plan]), did[plan], count) for plan in every]
+    return [Measured(method, median(ratios[method]), median(seconds[method]), stats[method], count) for method in every]
 
 
-class CallCosts:
-    """What a call with several rows of one sequence costs beside a call with one, at a context of `length` tokens."""
+class PassCosts:
+    """The cost of a pass with several rows of one sequence relative to a pass with one, at a context of `length` tokens."""
 
     def __init__(self, model: LoopedGPT, length: int, repeats: int, **loop: Any) -> None:
         self.engine, self.params, self.repeats = Engine(model), loop_params(model, **loop), max(9, repeats)
@@ -106,7 +107,7 @@ class CallCosts:
         self.one = self._pass(self.cache, 1)
 
     def _pass(self, cache: Cache, rows: int) -> float:
-        """Seconds of a pass of so many tokens at once, which are then forgotten: the least of several."""
+        """Seconds of a pass of `rows` tokens at once, which are then rewound: the least of several."""
 
         def work() -> None:
             self.engine.run([(0, cache, [2] * rows)])
@@ -119,7 +120,7 @@ class CallCosts:
         return self._pass(self.cache, rows) / self.one
 
     def draft(self, steps: int) -> float:
-        """The cost of a pass of one row with so many loop steps."""
+        """The cost of a pass of one row with at most `steps` loop steps in each group."""
         return self._pass(self.cache.view(draft_params(self.params, steps)), 1) / self.one
 
     @torch.inference_mode()
@@ -133,22 +134,22 @@ class CallCosts:
             for _ in range(self.repeats):
                 loop = Loop(self.engine, group_stage)
                 parts = [make_part(0, self.cache, self.length + i, 1) for i in range(width)]
-                ids = torch.tensor([list(range(self.length, self.length + width)), [2] * width])
-                loop.admit(Rows(parts, ids, self.engine.kernels), torch.zeros(width, self.engine.config.n_embd))
+                positions_and_tokens = torch.tensor([list(range(self.length, self.length + width)), [2] * width])
+                loop.admit(Rows(parts, positions_and_tokens, self.engine.kernels), torch.zeros(width, self.engine.config.n_embd))
                 for i, part in enumerate(parts):
-                    part.k = min(loops - n, (width - 1 - i) * n)
+                    part.loop_step = min(loops - n, (width - 1 - i) * n)
                 yield lambda loop=loop: [loop.advance() for _ in range(n - 1)] and None  # type: ignore[misc]
 
         many, one = (min(_timed(work) for work in steps(width)) for width in (rows, 1))
         return many / one
 
-    def bound(self, plan: Speculation) -> float | None:
+    def bound(self, method: Speculation) -> float | None:
         """The ratio to plain decoding if every guess were right; None where it depends on the text."""
-        if isinstance(plan, Draft):
-            return (plan.tokens + 1) / (plan.tokens * self.draft(plan.steps) + self.together(plan.tokens + 1))
-        if isinstance(plan, Wavefront):
-            width = min(plan.width, max(1, self.params.loops[0] // plan.steps))
-            return self.params.loops[0] / (plan.steps * self.apart(width))
+        if isinstance(method, Draft):
+            return (method.tokens + 1) / (method.tokens * self.draft(method.steps) + self.together(method.tokens + 1))
+        if isinstance(method, Wavefront):
+            width = min(method.max_positions, max(1, self.params.loops[0] // method.steps))
+            return self.params.loops[0] / (method.steps * self.apart(width))
         return None
 
 
@@ -162,21 +163,23 @@ def _least(work: Callable[[], object], repeats: int) -> float:
     return min(_timed(work) for _ in range(repeats + 1))
 
 
-def _name(plan: Speculation) -> str:
-    if isinstance(plan, Draft):
-        return f"{plan}, {plan.steps} steps"
-    return f"wavefront, {plan.steps} steps, {plan.width} wide" if isinstance(plan, Wavefront) else "plain" if plan == OFF else str(plan)
+def _name(method: Speculation) -> str:
+    if isinstance(method, Draft):
+        return f"{method}, {method.steps} steps"
+    if isinstance(method, Wavefront):
+        return f"wavefront, {method.steps} steps, {method.max_positions} wide"
+    return "plain" if method == OFF else str(method)
 
 
-def table(found: Sequence[Measured], costs: CallCosts | None = None) -> list[str]:
+def table(found: Sequence[Measured], costs: PassCosts | None = None) -> list[str]:
     """Lines of a table."""
-    lines = [f"  {'':<30}{'ms a token':>11}{'ratio':>8}{'bound':>8}{'of it':>7}{'right':>8}{'calls a token':>15}"]
+    lines = [f"  {'':<30}{'ms a token':>11}{'ratio':>8}{'bound':>8}{'of it':>7}{'right':>8}{'passes a token':>15}"]
     for m in found:
-        bound = None if costs is None else costs.bound(m.plan)
+        bound = None if costs is None else costs.bound(m.method)
         beside = f"{'-':>8}{'-':>7}" if bound is None else f"{bound:7.2f}x{m.ratio / bound:7.0%}"
-        right = f"{m.did.acceptance:8.0%}" if m.did.drafted else f"{'-':>8}"
-        calls = f"{m.calls_per_token:15.1f}" if m.did.calls else f"{'-':>15}"
-        lines.append(f"  {_name(m.plan):<30}{m.seconds * 1e3:11.2f}{m.ratio:7.2f}x{beside}{right}{calls}")
+        right = f"{m.stats.acceptance:8.0%}" if m.stats.drafted else f"{'-':>8}"
+        passes = f"{m.passes_per_token:15.1f}" if m.stats.calls else f"{'-':>15}"
+        lines.append(f"  {_name(m.method):<30}{m.seconds * 1e3:11.2f}{m.ratio:7.2f}x{beside}{right}{passes}")
     return lines
 
 
@@ -185,13 +188,13 @@ def bench_clients(run: LoadedRun, load: Load, rounds: int, loops: int, say: Call
     model, texts, found = run.model, prompts_of(run, 32), dict[int, list[float]]()
     params, new = loop_params(model, loops=loops), min(64, model.config.block_size // 2)
 
-    def requests(plan: Speculation) -> Iterator[Request]:
-        return (Request(prompt, SamplingParams(max_new_tokens=new), params, speculate=plan) for prompt in cycle(texts))
+    def requests(method: Speculation) -> Iterator[Request]:
+        return (Request(prompt, SamplingParams(max_new_tokens=new), params, speculate=method) for prompt in cycle(texts))
 
     for round_ in range(rounds):
         for clients in (n for n in (1, 4, 16, 32) if n <= load.clients):
             its_load = replace(load, clients=clients)
-            off, auto = (closed_loop(Scheduler(model, max_num_seqs=clients), its_load, requests(plan)).rate for plan in (OFF, Auto()))
+            off, auto = (closed_loop(Scheduler(model, max_num_seqs=clients), its_load, requests(method)).rate for method in (OFF, Auto()))
             found.setdefault(clients, []).append(auto / off)
             say(f"round {round_ + 1}, {clients} clients: {off:.1f} tokens/s off, {auto:.1f} auto")
     return found
@@ -205,15 +208,15 @@ def bench_speculation(
     texts = prompts_of(run, prompts)
     one_group = model.config.n_groups == 1
     steps = (1, 2, 4) if one_group else (1, 2)
-    plans: list[Speculation] = [Draft(m, d) for d in steps[:2] for m in ((7, 15) if one_group else (3, 5))]
-    plans += [Lookup(3), *([Wavefront(4, 8), Wavefront(2, 16)] if one_group else []), Auto()]
+    methods: list[Speculation] = [Draft(m, d) for d in steps[:2] for m in ((7, 15) if one_group else (3, 5))]
+    methods += [Lookup(3), *([Wavefront(4, 8), Wavefront(2, 16)] if one_group else []), Auto()]
     for loops in (16, 32) if one_group else (model.config.mean_loops,):
-        costs = CallCosts(model, len(texts[0]) + new // 2, repeats, loops=loops)
+        costs = PassCosts(model, len(texts[0]) + new // 2, repeats, loops=loops)
         say(f"\nT = {loops}, greedy")
         say(f"  c(W), a pass of W rows:  {', '.join(f'c({w}) = {costs.together(w):.2f}' for w in WIDTHS)}")
         if one_group:
             say(f"  rows at different steps: {', '.join(f'c({w}) = {costs.apart(w):.2f}' for w in WIDTHS if loops // w > 1)}")
-        measured = compare(model, texts, plans, new, repeats, loops=loops)
+        measured = compare(model, texts, methods, new, repeats, loops=loops)
         for line in table(measured, costs):
             say(line)
         if one_group:
@@ -221,12 +224,12 @@ def bench_speculation(
             plain, best = measured[0], max(measured, key=lambda m: m.ratio)
             times = straight / plain.seconds
             say(f"  a straightforward loop on the same weights takes {straight * 1e3:.1f} ms a token:")
-            say(f"  plain decoding is {times:.1f} times as fast, {_name(best.plan)} {best.ratio * times:.1f} times")
+            say(f"  plain decoding is {times:.1f} times as fast, {_name(best.method)} {best.ratio * times:.1f} times")
         depths = [d for d in DEPTHS if d < loops]
         found = compare(model, texts, [Draft(3, d) for d in depths], new, 1, loops=loops)[1:]
-        say("  right guesses of draft:3 by its steps: " + ", ".join(f"{m.plan.steps}: {m.did.acceptance:.0%}" for m in found))  # type: ignore[attr-defined]
+        say("  right guesses of draft:3 by its steps: " + ", ".join(f"{m.method.steps}: {m.stats.acceptance:.0%}" for m in found))  # type: ignore[attr-defined]
     say(f"\nT = {loops}, sampled at temperature 0.8")
-    for line in table(compare(model, texts, [plans[0], Auto()], new, repeats, 0.8, loops=loops)):
+    for line in table(compare(model, texts, [methods[0], Auto()], new, repeats, 0.8, loops=loops)):
         say(line)
     if calibration is None:
         say("\nno calibrated exit rule here: `twoscale calibrate` makes one, and this bench measures `auto` with it")

@@ -122,8 +122,8 @@ def run(args: list[str]) -> int:
     groups = [stage for stage, g in c.stages if g is not None]
     say(summary(gen.steps[0], loops, groups, c.mean_loops, seconds, gen.cache_bytes))
     if (speculation := gen.speculation).drafted:
-        calls = speculation.calls / len(gen.steps[0])
-        say(f"speculation: {speculation.accepted} of {speculation.drafted} guesses right, {calls:.1f} calls of the engine a token")
+        passes = speculation.calls / len(gen.steps[0])
+        say(f"speculation: {speculation.accepted} of {speculation.drafted} guesses right, {passes:.1f} stage passes a token")
     return 0
 
 

@@ -34,7 +34,7 @@ class ServeArgs:
     device: str = "cpu"
     """Where to compute: cpu, or a device of torch such as cuda."""
     policy: str = "auto"
-    """How requests share calls: lockstep, depth, or auto, which measures what a call costs with few and with many rows."""
+    """How requests share stage passes: lockstep, depth, or auto, which measures what a pass costs with few and with many rows."""
     max_num_seqs: int = 32
     """Sequences in one batch. A new request need not wait until one of them ends: it starts, and batches take turns."""
     cache_mb: int = 1024

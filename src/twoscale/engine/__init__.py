@@ -1,4 +1,7 @@
-"""The engine: one scheduler decodes all requests in shared batches, and every token leaves every loop group on its own."""
+"""The engine: one scheduler decodes all requests in shared batches, and every token exits every loop group on its own.
+
+The glossary in docs/architecture.md defines loop group, loop step, exit rule, level, stage, stage pass and chunk.
+"""
 
 from twoscale.engine.engine import Engine
 from twoscale.engine.forward import Forward, forward

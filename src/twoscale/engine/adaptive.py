@@ -1,8 +1,8 @@
 """`auto`: whether a request guesses ahead, how, and how far, from what was measured of its passes.
 
-A cycle of m guesses costs m drafts and one pass of m + 1 rows, c(m + 1). With the share a of right guesses it gives
+A cycle of m guesses costs m drafts and one pass of m + 1 rows, c(m + 1). With the acceptance rate a it gives
 (1 - a^(m + 1)) / (1 - a) tokens on average. The cycle with most tokens for its time is chosen; plain decoding is the cycle of one token at
-cost 1. All costs are relative to a plain pass; a is kept for each kind of guess. Guesses are made only where no other request is running.
+cost 1. All costs are relative to a plain pass; a is kept for each kind of guess. Guesses are made only while no other request is running.
 """
 
 import threading
@@ -18,16 +18,16 @@ from twoscale.model import LoopedGPT
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)  # guesses of a cycle
 STEPS = (1, 2, 3, 4)  # loop steps of a draft
 NGRAM = 3  # tokens that a lookup compares
-MIN_GAIN = 1.08  # the predicted ratio from which on a cycle of guesses is chosen
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # before anything was measured: this share of right guesses, counted as so many guesses
+MIN_GAIN = 1.08  # a cycle of guesses is chosen if its predicted speed is above this multiple of plain decoding's
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # the acceptance rate starts at PRIOR_ACCEPTANCE, which counts like PRIOR_WEIGHT measured guesses
 MAX_ACCEPTANCE = 0.995
 PRIOR_SLOPE = 0.2  # before it was measured: c(W) = 1 + 0.2 (W - 1)
-FORGET = 0.9  # what is known of a kind counts for this much after each of its cycles,
-FORGET_UNUSED = 0.985  # and for this much after each cycle that was plain, so that a kind is tried again some time
-SMOOTHING = 0.25  # weight of the newest time
-PLAIN_EVERY = 24  # one cycle in so many is plain, to know what it costs
-MAX_WAIT = 7  # plain cycles before the next choice, where guesses did not pay
-MAX_OUTLIER = 2.0  # a time beyond so many times the known one counts as that
+DECAY = 0.9  # the counts of a kind of guess are multiplied by this after each of its cycles
+DECAY_WHEN_PLAIN = 0.985  # the counts of all kinds are multiplied by this after a plain cycle, so that every kind is tried again some time
+SMOOTHING = 0.25  # weight of the newest time in the running mean
+PLAIN_EVERY = 24  # every PLAIN_EVERY-th cycle is plain, to measure what that costs
+MAX_BACKOFF = 7  # plain cycles before the next choice, if guesses did not pay
+MAX_OUTLIER = 2.0  # times above MAX_OUTLIER x the running mean are clipped
 
 
 class Estimates:
@@ -40,23 +40,23 @@ class Estimates:
         """c(W) = 1 + slope (W - 1), relative to a plain pass."""
         self.draft: dict[int, float] = {}
         """Cost of a draft by its steps, relative to a plain pass."""
-        self.right: dict[str, float] = {}
-        self.tried: dict[str, float] = {}
-        """Guesses of each kind that were right, and that were compared; old ones count less."""
+        self.accepted: dict[str, float] = {}
+        self.proposed: dict[str, float] = {}
+        """Guesses of each kind that were accepted, and that were compared with the true token; old ones count less (DECAY)."""
         self.cycles = 0
 
     def acceptance(self, kind: str) -> float:
-        """The share of right guesses of a kind."""
-        share = (self.right.get(kind, 0.0) + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (self.tried.get(kind, 0.0) + PRIOR_WEIGHT)
-        return min(share, MAX_ACCEPTANCE)
+        """The estimated share of accepted guesses of a kind."""
+        rate = (self.accepted.get(kind, 0.0) + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (self.proposed.get(kind, 0.0) + PRIOR_WEIGHT)
+        return min(rate, MAX_ACCEPTANCE)
 
-    def count(self, kind: str, right: int, compared: int) -> None:
-        """A cycle has ended in which so many guesses were compared, the last of them wrong or all of them right."""
-        self.right[kind] = FORGET * self.right.get(kind, 0.0) + right
-        self.tried[kind] = FORGET * self.tried.get(kind, 0.0) + compared
+    def count(self, kind: str, accepted: int, compared: int) -> None:
+        """Count the guesses of a cycle: `compared` with the true token, all `accepted` or the last of them wrong."""
+        self.accepted[kind] = DECAY * self.accepted.get(kind, 0.0) + accepted
+        self.proposed[kind] = DECAY * self.proposed.get(kind, 0.0) + compared
 
     def time_pass(self, seconds: float, rows: int, draft_steps: int | None) -> None:
-        """A pass of the only running request took so long."""
+        """Take over the time of a pass, measured while no other request was running. `draft_steps` is None if it was not a draft."""
         if draft_steps is None and rows == 1:
             self.plain = _smooth(self.plain, seconds)
         elif self.plain is not None and draft_steps is not None:
@@ -64,11 +64,11 @@ class Estimates:
         elif self.plain is not None:
             self.slope = _smooth(self.slope, max(0.0, seconds / self.plain - 1) / (rows - 1))
 
-    def forget(self) -> None:
-        """A cycle was plain."""
-        for known in (self.right, self.tried):
-            for kind in known:
-                known[kind] *= FORGET_UNUSED
+    def decay_when_plain(self) -> None:
+        """Decay the counts of all kinds after a plain cycle."""
+        for counts in (self.accepted, self.proposed):
+            for kind in counts:
+                counts[kind] *= DECAY_WHEN_PLAIN
 
 
 def _smooth(old: float | None, new: float) -> float:
@@ -80,7 +80,7 @@ _LOCK = threading.Lock()
 
 
 def estimates_of(model: LoopedGPT, request: Request) -> Estimates:
-    """The estimates for requests of a model with the same loops and rules, and sampled alike or greedy."""
+    """The estimates for requests of a model with the same loops, rules and temperature."""
     key = (request.params.loops, repr(request.params.rules), request.sampling.temperature)
     with _LOCK:
         return _ESTIMATES.setdefault(model, {}).setdefault(key, Estimates())
@@ -101,43 +101,43 @@ class Chooser:
         steps = [sum(s) / len(request.prompt_steps) for s in zip(*request.prompt_steps, strict=True)]
         full = plain + sum(n * k for n, k in zip(sizes, steps, strict=True))
         self.draft_prior = {d: (plain + sum(min(d, k) * n for n, k in zip(sizes, steps, strict=True))) / full for d in STEPS}
-        """Cost of a draft relative to a plain pass, by the layers that the prompt's tokens have run through."""
-        self.plans: list[tuple[Speculation, str, int]] = [(Lookup(NGRAM, m), "lookup", m) for m in LENGTHS]
+        """Cost of a draft relative to a plain pass before it is measured: the ratio of layer applications, with the prompt's mean steps."""
+        self.methods: list[tuple[Speculation, str, int]] = [(Lookup(NGRAM, m), "lookup", m) for m in LENGTHS]
         if sizes:
-            self.plans += [(Draft(m, d), f"draft at {d}", m) for m, d in product(LENGTHS, STEPS)]
-        self._wait = self._waited = 0
-        """Plain cycles until the next choice, and how many there were last time: choosing takes time too."""
+            self.methods += [(Draft(m, d), f"draft at {d}", m) for m, d in product(LENGTHS, STEPS)]
+        self._backoff_left = self._backoff = 0
+        """Plain cycles until the next choice, and their number at the last choice: exponential backoff, because choosing takes time too."""
 
-    def cost(self, plan: Speculation, guesses: int) -> float:
+    def cost(self, method: Speculation, guesses: int) -> float:
         """Cost of a cycle, relative to a plain pass."""
-        known = self.estimates
-        drafts = guesses * known.draft.get(plan.steps, self.draft_prior[plan.steps]) if isinstance(plan, Draft) else 0.0
-        return drafts + 1 + known.slope * guesses
+        estimates = self.estimates
+        drafts = guesses * estimates.draft.get(method.steps, self.draft_prior[method.steps]) if isinstance(method, Draft) else 0.0
+        return drafts + 1 + estimates.slope * guesses
 
-    def choose(self, most: int, look_up: Callable[[int, int], Sequence[int]]) -> Speculation:
-        """The next cycle, if at most `most` guesses are of use; `look_up(ngram, n)` gives those of a lookup."""
-        known, gain = self.estimates, MIN_GAIN
+    def choose(self, max_guesses: int, look_up: Callable[[int, int], Sequence[int]]) -> Speculation:
+        """The method of the next cycle, with at most `max_guesses` guesses; `look_up(ngram, n)` gives those of a lookup."""
+        estimates, best_gain = self.estimates, MIN_GAIN
         best: Speculation = OFF
-        known.cycles += 1
-        if known.plain is None or known.cycles % PLAIN_EVERY == 0 or len(self.request.tokens) < 2:
+        estimates.cycles += 1
+        if estimates.plain is None or estimates.cycles % PLAIN_EVERY == 0 or len(self.request.tokens) < 2:
             return OFF
-        if self._wait:
-            self._wait -= 1
-            known.forget()
+        if self._backoff_left:
+            self._backoff_left -= 1
+            estimates.decay_when_plain()
             return OFF
-        found = len(look_up(NGRAM, min(most, max(LENGTHS))))
-        acceptance = {kind: known.acceptance(kind) for kind in dict.fromkeys(kind for _, kind, _ in self.plans)}
-        for plan, kind, m in self.plans:
-            if m <= (found if kind == "lookup" else most):
-                ratio = tokens_per_cycle(acceptance[kind], m) / self.cost(plan, m)
-                if ratio > gain:
-                    best, gain = plan, ratio
+        n_lookup = len(look_up(NGRAM, min(max_guesses, max(LENGTHS))))
+        acceptance = {kind: estimates.acceptance(kind) for kind in dict.fromkeys(kind for _, kind, _ in self.methods)}
+        for method, kind, m in self.methods:
+            if m <= (n_lookup if kind == "lookup" else max_guesses):
+                gain = tokens_per_cycle(acceptance[kind], m) / self.cost(method, m)
+                if gain > best_gain:
+                    best, best_gain = method, gain
         if best == OFF:
-            known.forget()
-        self._wait = self._waited = min(MAX_WAIT, 2 * self._waited + 1) if best == OFF else 0
+            estimates.decay_when_plain()
+        self._backoff_left = self._backoff = min(MAX_BACKOFF, 2 * self._backoff + 1) if best == OFF else 0
         return best
 
 
-def kind_of(plan: Speculation) -> str:
-    """The kind of a guess whose right ones are counted together."""
-    return f"draft at {plan.steps}" if isinstance(plan, Draft) else "lookup"
+def guess_kind(method: Speculation) -> str:
+    """The name under which acceptances of a method are counted: drafts at the same depth, or lookups."""
+    return f"draft at {method.steps}" if isinstance(method, Draft) else "lookup"

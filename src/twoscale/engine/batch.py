@@ -1,8 +1,8 @@
 """A batch: tokens of several sequences on their way through the stages of the network (runs of plain layers, and loop groups).
 
-A *call* applies one stage's layers once to all rows that are at this stage, whatever their sequence and loop step; the caller chooses
-the stage. The tokens of one
-sequence enter a stage together: a chunk of a prompt continues when the last of its tokens has exited the loop.
+A *stage pass* applies one stage's layers once to all rows that are at this stage, whatever their sequence and loop step. In a loop group
+it is one loop step. The caller chooses the stage. The tokens of one sequence enter a stage together: a chunk of a prompt continues when the
+last of its tokens has exited the loop.
 
 Shapes: N rows, n tokens of one sequence, C width, G group.
 """
@@ -10,33 +10,42 @@ Shapes: N rows, n tokens of one sequence, C width, G group.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
-from twoscale.engine.kernels.base import NEVER, Interrupt
+from twoscale.engine.kernels.base import NO_INTERRUPT, Interrupt
 from twoscale.engine.loop import ExitedRows, Loop
-from twoscale.engine.request import Client, Request
+from twoscale.engine.request import Request, RequestGroup
 from twoscale.engine.rows import Part, Rows, concat_rows, make_part
 from twoscale.model.group import LoopGroup
 
-Entry = tuple[int, Cache, Sequence[int], Request | None]  # index in the caller's batch, cache, next tokens, and the request if there is one
+
+class Entry(NamedTuple):
+    """The next tokens of one sequence."""
+
+    batch_index: int
+    """Index of the sequence in the caller's batch."""
+    cache: Cache
+    tokens: Sequence[int]
+    request: Request | None
+    """None if the caller is not a scheduler."""
 
 
 @dataclass(eq=False, slots=True)
-class InFlight:
-    """A chunk in flight: all tokens that one sequence has in a batch, one in decode, a chunk of the prompt in prefill.
+class Chunk:
+    """All tokens that one sequence has in a batch: one in decode, a chunk of the prompt in prefill.
 
     Some of its tokens may have exited the current loop while others are still inside; a `Part` of the loop's rows is then a subset.
     """
 
     part: Part
-    """All its tokens, also while the rows in a loop are subsets."""
-    ids: Tensor
-    """int64 (2, n): positions and tokens."""
+    """All its tokens. While some of them are inside a loop, the loop has a part of its own for these."""
+    positions_and_tokens: Tensor
+    """int64 (2, n)."""
     request: Request | None
     steps: list[list[int]]
     """[group][token]: loop steps taken."""
@@ -60,67 +69,69 @@ class InFlight:
 class WaitingRows:
     """Rows that wait for a stage, stacked in the order of `chunks`."""
 
-    chunks: list[InFlight]
+    chunks: list[Chunk]
     rows: Rows
     x: Tensor
     """States (N, C)."""
-    arrived_at_call: int = 0
-    """Number of calls of the batch when they arrived."""
-    loop_calls: int = 0
-    """Calls that they took in the loop before; 0 after plain layers."""
+    arrived_at_pass: int = 0
+    """`Batch.stage_passes` when they arrived."""
+    loop_passes: int = 0
+    """Stage passes that they took in the loop before; 0 after plain layers."""
 
 
-class Pace(Protocol):
-    """How far loop steps may go before the caller decides again, and who pays for them."""
+class StepBudget(Protocol):
+    """How many loop steps may be taken before the caller chooses a batch again. Every stage pass is charged to it."""
 
     interrupt: Interrupt
-    """Ends the loop steps after the current one."""
+    """When it is set, the loop step that is running is the last one."""
 
     def max_steps(self, rows: Rows, layers: int) -> float:
-        """The most steps (at least one, or infinity) of rows in a loop of so many layers."""
+        """The maximum number of loop steps, at least 1 or infinite, for rows in a loop group of `layers` layers."""
 
     def charge(self, rows: Rows, layers: int) -> None:
-        """So many layers were applied to rows."""
+        """Account for `layers` layer applications to each of the rows."""
 
 
 class Batch:
-    """A batch in flight. `len` is its number of sequences."""
+    """Chunks on their way through the network. `len` is the number of sequences, one chunk each."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.chunks: set[InFlight] = set()
+        self.chunks: set[Chunk] = set()
         self.waiting: dict[int, list[WaitingRows]] = {}
         self.loops: dict[int, Loop] = {}
-        self.calls = 0
+        self.stage_passes = 0
         self.rows_computed = 0
-        """Rows of all calls together."""
+        """Rows of all stage passes together."""
         self.failures: list[tuple[Request, Exception]] = []
         """Requests whose exit rule or cache allocation has raised; the caller must drop them."""
-        self._done: list[InFlight] = []
+        self._done: list[Chunk] = []
 
     def __len__(self) -> int:
         return len(self.chunks)
 
     # -- entering ------------------------------------------------------------------------------------------------
 
-    def enter(self, entries: Sequence[Entry], start: Sequence[Tensor] | None = None, keep_stage_states: bool = False) -> list[InFlight]:
+    def enter(self, entries: Sequence[Entry], start: Sequence[Tensor] | None = None, keep_stage_states: bool = False) -> list[Chunk]:
         """Add the next tokens of several sequences. `start` gives the groups' initial states, one (N, C) each."""
         engine, groups = self.engine, self.engine.config.n_groups
-        firsts = [cache.extend(len(new)) for _, cache, new, _ in entries]
-        positions = [p for first, entry in zip(firsts, entries, strict=True) for p in range(first, first + len(entry[2]))]
-        ids = torch.tensor([positions, [token for entry in entries for token in entry[2]]], dtype=torch.int64, device=engine.device)
-        chunks, at = [], 0
-        for first, (batch_index, cache, new, request) in zip(firsts, entries, strict=True):
-            n = len(new)
-            row_range = slice(at, at + n)
-            part = make_part(batch_index, cache, first, n)
-            chunk = InFlight(part, ids if len(entries) == 1 else ids[:, row_range], request, [[0] * n for _ in range(groups)])
-            part.in_flight = chunk
+        first_positions = [entry.cache.extend(len(entry.tokens)) for entry in entries]
+        starts = zip(first_positions, entries, strict=True)
+        positions = [p for first, entry in starts for p in range(first, first + len(entry.tokens))]
+        tokens = [token for entry in entries for token in entry.tokens]
+        positions_and_tokens = torch.tensor([positions, tokens], dtype=torch.int64, device=engine.device)
+        chunks, first_row = [], 0
+        for first, entry in zip(first_positions, entries, strict=True):
+            n = len(entry.tokens)
+            row_range = slice(first_row, first_row + n)
+            part = make_part(entry.batch_index, entry.cache, first, n)
+            own = positions_and_tokens if len(entries) == 1 else positions_and_tokens[:, row_range]
+            chunk = part.chunk = Chunk(part, own, entry.request, [[0] * n for _ in range(groups)])
             if start is not None:
                 chunk.start = [states[row_range] for states in start]
             chunks.append(chunk)
-            at += n
-        rows = Rows([chunk.part for chunk in chunks], ids, engine.kernels)
+            first_row += n
+        rows = Rows([chunk.part for chunk in chunks], positions_and_tokens, engine.kernels)
         x = engine.embed(rows)
         if keep_stage_states:
             for chunk in chunks:
@@ -136,7 +147,7 @@ class Batch:
                 assert chunk.stage_states is not None
                 chunk.stage_states.append(x)
         if stage < len(self.engine.stages):
-            waiting.arrived_at_call = self.calls
+            waiting.arrived_at_pass = self.stage_passes
             self.waiting.setdefault(stage, []).append(waiting)
             return
         for chunk, x in zip(waiting.chunks, _split(waiting), strict=True):
@@ -158,31 +169,31 @@ class Batch:
         """The earliest stage that has rows."""
         return min((*self.loops, *self.waiting))
 
-    # -- calls ---------------------------------------------------------------------------------------------------
+    # -- stage passes --------------------------------------------------------------------------------------------
 
-    def advance(self, stage: int, pace: Pace | None = None) -> list[InFlight]:
+    def advance(self, stage: int, budget: StepBudget | None = None) -> list[Chunk]:
         """Compute one stage for the rows that are there; returns the chunks that have reached the end of the network.
 
-        Loop steps are repeated until rows exit or `pace` ends them.
+        Loop steps are repeated until rows exit or `budget` ends them.
         """
         waiting = self.waiting.pop(stage, [])
         if isinstance(self.engine.stages[stage], LoopGroup):
-            self._advance_loop(stage, waiting, pace)
+            self._advance_loop(stage, waiting, budget)
         else:
             rows = concat_rows(w.rows for w in waiting)
             x = self.engine.run_plain_stage(stage, _concat([w.x for w in waiting]), rows)
-            self._count_calls(rows, 1, len(self.engine.stage_kernels[stage].blocks), pace)
+            self._count_passes(rows, 1, len(self.engine.stage_kernels[stage].blocks), budget)
             self._arrive(stage + 1, WaitingRows([chunk for w in waiting for chunk in w.chunks], rows, x))
         done, self._done = self._done, []
         return done
 
-    def _count_calls(self, rows: Rows, calls: int, layers: int, pace: Pace | None) -> None:
-        self.calls += calls
-        self.rows_computed += calls * rows.n
-        if pace is not None:
-            pace.charge(rows, calls * layers)
+    def _count_passes(self, rows: Rows, passes: int, layers: int, budget: StepBudget | None) -> None:
+        self.stage_passes += passes
+        self.rows_computed += passes * rows.n
+        if budget is not None:
+            budget.charge(rows, passes * layers)
 
-    def _advance_loop(self, stage: int, waiting: list[WaitingRows], pace: Pace | None) -> None:
+    def _advance_loop(self, stage: int, waiting: list[WaitingRows], budget: StepBudget | None) -> None:
         loop = self.loops.get(stage)
         if loop is None:
             loop = self.loops[stage] = Loop(self.engine, stage)
@@ -190,14 +201,14 @@ class Batch:
             self._admit(loop, waiting)
         rows = loop.rows
         assert rows is not None
-        steps_left = math.inf if pace is None else pace.max_steps(rows, len(loop.layers))
-        interrupt = NEVER if pace is None else pace.interrupt
+        steps_left = math.inf if budget is None else budget.max_steps(rows, len(loop.layers))
+        interrupt = NO_INTERRUPT if budget is None else budget.interrupt
         exited = None
         while exited is None:
             exited = loop.advance(steps_left, interrupt)
             steps_left -= loop.steps_taken
-            self._count_calls(rows, loop.steps_taken, len(loop.layers), pace)
-            if loop.rules.failures:
+            self._count_passes(rows, loop.steps_taken, len(loop.layers), budget)
+            if loop.failures:
                 self._collect_failures(loop)
                 break
             if steps_left < 1 or interrupt:
@@ -208,12 +219,12 @@ class Batch:
             self._exit(stage, exited)
 
     def _collect_failures(self, loop: Loop) -> None:
-        for parts, error in loop.rules.failures:
-            requests = dict.fromkeys(part.in_flight.request for part in parts)
-            if None in requests:  # called by Engine.run, not by a scheduler
+        for parts, error in loop.failures:
+            requests = dict.fromkeys(part.chunk.request for part in parts)
+            if None in requests:  # the caller is Engine.run, not a scheduler
                 raise error
             self.failures += [(request, error) for request in requests]
-        loop.rules.failures = []
+        loop.failures.clear()
 
     def _admit(self, loop: Loop, waiting: list[WaitingRows]) -> None:
         rows = concat_rows(w.rows for w in waiting)
@@ -228,24 +239,24 @@ class Batch:
         """Rows have exited a loop. The tokens of a sequence continue together, when the last of them has exited."""
         group: int = self.engine.stages[stage].index  # type: ignore[assignment]
         rows, parts = exited.rows, exited.rows.parts
-        calls = max(part.k for part in parts)
-        if all(part.in_flight.part is part for part in parts):  # no part is a subset: all tokens of each chunk have exited together
-            chunks: list[InFlight] = [part.in_flight for part in parts]
+        loop_passes = max(part.loop_step for part in parts)
+        if all(part.chunk.part is part for part in parts):  # no part is a subset: all tokens of each chunk have exited together
+            chunks: list[Chunk] = [part.chunk for part in parts]
             for chunk, part in zip(chunks, parts, strict=True):
-                chunk.steps[group] = [part.k] * part.count
+                chunk.steps[group] = [part.loop_step] * part.count
                 chunk.n_in_loop = 0
-            self._arrive(stage + 1, WaitingRows(chunks, rows, exited.x, loop_calls=calls))
+            self._arrive(stage + 1, WaitingRows(chunks, rows, exited.x, loop_passes=loop_passes))
             return
         complete, outputs, first = [], [], 0
         for part in parts:
-            chunk, row_range = part.in_flight, slice(first, first + part.count)
+            chunk, row_range = part.chunk, slice(first, first + part.count)
             first = row_range.stop
-            token_indices = rows.positions[row_range] - chunk.ids[0, 0]
+            token_indices = rows.positions[row_range] - chunk.positions_and_tokens[0, 0]
             if chunk.loop_outputs is None:
                 chunk.loop_outputs = exited.x.new_empty(chunk.part.count, exited.x.shape[1])
             chunk.loop_outputs[token_indices] = exited.x[row_range]
             for i in token_indices.tolist():
-                chunk.steps[group][i] = part.k
+                chunk.steps[group][i] = part.loop_step
             chunk.n_in_loop -= part.count
             if not chunk.n_in_loop:
                 complete.append(chunk)
@@ -253,8 +264,13 @@ class Batch:
                 chunk.loop_outputs = None
         if not complete:
             return
-        all_rows = Rows([chunk.part for chunk in complete], torch.cat([chunk.ids for chunk in complete], dim=1), self.engine.kernels)
-        self._arrive(stage + 1, WaitingRows(complete, all_rows, torch.cat(outputs), loop_calls=calls))
+        self._arrive(stage + 1, WaitingRows(complete, self._rows_of(complete), torch.cat(outputs), loop_passes=loop_passes))
+
+    def _rows_of(self, chunks: list[Chunk]) -> Rows:
+        """All rows of several chunks."""
+        return Rows(
+            [chunk.part for chunk in chunks], torch.cat([chunk.positions_and_tokens for chunk in chunks], dim=1), self.engine.kernels
+        )
 
     # -- removing rows -------------------------------------------------------------------------------------------
 
@@ -269,20 +285,21 @@ class Batch:
                 del self.waiting[stage]
         for stage, loop in list(self.loops.items()):
             if loop.rows is not None:
-                loop.drop([part.in_flight is chunk for part in loop.rows.parts for _ in range(part.count)])
+                loop.drop([part.chunk is chunk for part in loop.rows.parts for _ in range(part.count)])
             if not len(loop):
                 del self.loops[stage]
         self._remove(chunk)
 
-    def _remove(self, chunk: InFlight) -> None:
+    def _remove(self, chunk: Chunk) -> None:
         self.chunks.discard(chunk)
-        chunk.part.in_flight = None  # break the reference cycle, which would keep the cache until the next garbage collection
+        chunk.part.chunk = None  # break the reference cycle, which would keep the cache until the next garbage collection
 
-    def _without(self, waiting: WaitingRows, dropped: InFlight) -> WaitingRows:
+    def _without(self, waiting: WaitingRows, dropped: Chunk) -> WaitingRows:
         kept = [chunk for chunk in waiting.chunks if chunk is not dropped]
         states = dict(zip(waiting.chunks, _split(waiting), strict=True))
-        rows = Rows([chunk.part for chunk in kept], torch.cat([chunk.ids for chunk in kept], dim=1), self.engine.kernels)
-        return WaitingRows(kept, rows, torch.cat([states[chunk] for chunk in kept]), waiting.arrived_at_call, waiting.loop_calls)
+        return WaitingRows(
+            kept, self._rows_of(kept), torch.cat([states[chunk] for chunk in kept]), waiting.arrived_at_pass, waiting.loop_passes
+        )
 
     def split(self, stage: int) -> "Batch":
         """Move the rows at a stage to a new batch and return it."""
@@ -290,16 +307,16 @@ class Batch:
         if stage in self.loops:
             loop = new.loops[stage] = self.loops.pop(stage)
             assert loop.rows is not None
-            new.chunks.update(part.in_flight for part in loop.rows.parts)
+            new.chunks.update(part.chunk for part in loop.rows.parts)
         if stage in self.waiting:
             new.waiting[stage] = self.waiting.pop(stage)
             new.chunks.update(chunk for w in new.waiting[stage] for chunk in w.chunks)
         self.chunks -= new.chunks
         return new
 
-    def clients(self) -> Iterator[Client]:
-        """The clients of the requests in this batch."""
-        return (chunk.request.client for chunk in self.chunks if chunk.request is not None)
+    def request_groups(self) -> Iterator[RequestGroup]:
+        """The request groups of the requests in this batch."""
+        return (chunk.request.request_group for chunk in self.chunks if chunk.request is not None)
 
 
 def _concat(states: list[Tensor]) -> Tensor:

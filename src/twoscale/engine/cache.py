@@ -27,7 +27,7 @@ from torch import Tensor
 
 from twoscale.config import ModelConfig, UserError
 from twoscale.engine.kernels.base import Kernels
-from twoscale.engine.kernels.library import LayerMemory
+from twoscale.engine.kernels.library import KVPointers
 from twoscale.engine.kernels.torch_ops import TorchKernels
 
 if TYPE_CHECKING:
@@ -69,22 +69,21 @@ class LayerCache:
         self.n_levels = 0  # levels allocated and filled so far
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
-        self._new_memory()
+        self._new_kv_pointers()
 
-    def _new_memory(self) -> None:
-        """`memory` tells C kernels where keys and values are; it is a struct at a fixed address."""
-        self.memory = LayerMemory(max_levels=self.max_levels)
-        self.memory_address = ctypes.addressof(self.memory)
+    def _new_kv_pointers(self) -> None:
+        """`kv_pointers` is the struct at a fixed address from which C kernels read where keys and values are."""
+        self.kv_pointers = KVPointers(max_levels=self.max_levels)
+        self.kv_pointers_address = ctypes.addressof(self.kv_pointers)
 
-    def write(self, step: int, at: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values (J, D), or (J, n, D) for several positions; returns what this loop step attends to, (J, end, D)
-        each.
+    def write(self, step: int, positions: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values (J, D), or (J, n, D) for several positions; returns what this loop step attends to, (J, end, D) each.
 
         `length` is the sequence's current length.
         """
         level = self.ensure_level(step, length)
         keys, values = self.keys[level], self.values[level]
-        keys[:, at], values[:, at] = key, value
+        keys[:, positions], values[:, positions] = key, value
         return keys[:, :end], values[:, :end]
 
     def ensure_level(self, step: int, length: int) -> int:
@@ -99,13 +98,13 @@ class LayerCache:
         offset = level * self.level_bytes
         return self.addresses[0] + offset, self.addresses[1] + offset
 
-    def fill_deeper_levels(self, step: int, at: Positions) -> None:
-        """Tokens exit after this step: copy their keys and values of this step to all deeper levels, if there are any.
+    def fill_deeper_levels(self, step: int, positions: Positions) -> None:
+        """Copy the keys and values of tokens that exit after this step to all deeper levels, if there are any.
 
         There are none in a ring of no more levels than `step`: the tokens have written all of them.
         """
         if step < self.n_levels:
-            self.kernels.settle(self, step, at)
+            self.kernels.fill_deeper_levels(self, step, positions)
 
     def _add_levels(self, level: int, length: int) -> None:
         """Add levels up to `level`, each a copy of the level before: no token has gone deeper so far."""
@@ -146,7 +145,7 @@ class LayerCache:
         """A copy with its own memory, allocated by other kernels if they are given."""
         new = copy(self)
         new.kernels = kernels or self.kernels
-        new._new_memory()
+        new._new_kv_pointers()
         if len(self.keys):
             new._reallocate(len(self.keys), self.shape[1])
         return new
@@ -154,8 +153,8 @@ class LayerCache:
     def update_addresses(self) -> None:
         """Update the addresses after keys and values have moved."""
         self.addresses, self.level_bytes = self.kernels.addresses(self.keys, self.values), self.keys[0].nbytes
-        self.memory.keys, self.memory.values = self.addresses
-        self.memory.level_size = self.keys[0].numel()
+        self.kv_pointers.keys, self.kv_pointers.values = self.addresses
+        self.kv_pointers.level_size = self.keys[0].numel()
 
     @property
     def nbytes(self) -> int:
@@ -227,5 +226,6 @@ def levels_of(config: ModelConfig, params: "LoopParams") -> list[int]:
 
 
 def bytes_per_token(config: ModelConfig, params: "LoopParams", itemsize: int = 4) -> int:
-    """Bytes of keys and values of one token when all levels are allocated; kv="last" needs as much as a plain GPT of as many layers."""
+    """Bytes of keys and values of one token when all levels are allocated; `itemsize` is 4 for fp32. kv="last" needs as much as a plain GPT
+    of as many layers."""
     return sum(levels_of(config, params)) * 2 * config.kv_heads * config.head_dim * itemsize

@@ -1,21 +1,21 @@
-"""Counters of a scheduler: calls, rows, tokens and time since its start."""
+"""Counters of a scheduler: stage passes, rows, tokens and time since its start."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from twoscale.engine.speculation import NOTHING, SpeculationStats
+from twoscale.engine.speculation import NO_SPECULATION_STATS, SpeculationStats
 
 
 @dataclass
 class Counters:
     """Statistics since the start."""
 
-    calls: int = 0
-    """Calls of the engine: loop steps, and passes through plain stages."""
+    stage_passes: int = 0
+    """Loop steps, and passes through plain stages, each over all rows that take it."""
     rows: int = 0
-    """Rows of all calls together."""
+    """Rows of all stage passes together."""
     tokens: int = 0
     """Generated tokens."""
     processed_tokens: int = 0
@@ -24,9 +24,9 @@ class Counters:
     finished: int = 0
     """Requests that were started and have ended, for any reason."""
     loop_steps: list[int] = field(default_factory=list)
-    """For each group, the loop steps of all tokens."""
-    speculation: SpeculationStats = NOTHING
-    """Of the requests that have ended."""
+    """For each group, the loop steps of all rows. With speculation this includes drafts and rejected guesses."""
+    speculation_stats: SpeculationStats = NO_SPECULATION_STATS
+    """Guesses of the requests that have ended."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from twoscale.engine.cache import Cache
-from twoscale.engine.kernels import DecodeCopy, KernelName, TorchKernels, optimize_for_decode
+from twoscale.engine.kernels import InferenceCopy, KernelName, TorchKernels, optimize_for_inference
 from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows
 from twoscale.model import LoopedGPT, StateNoise
@@ -28,34 +28,40 @@ from twoscale.model.start import start_state
 SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's index in the batch, its cache, and its next tokens
 
 MAX_TABLE_SIZE = 1 << 24  # entries; if start states or rotary angles of all positions need more, they are computed for each token instead
-MAX_TABLES = 4  # seeds whose tables of start states are cached; models whose tables of rotary angles are
+MAX_TABLES = 4  # tables that are cached: of start states, for as many seeds of a model; of rotary angles, for as many model shapes
 
 
 class Engine:
     """A model prepared for decoding."""
 
-    def __init__(self, model: LoopedGPT, *, kernels: KernelName = "auto", decode_copy: DecodeCopy | None = None) -> None:
-        """`decode_copy` is the result of `optimize_for_decode`, for callers who make many engines. Without it the weights are hashed once
-        to check whether the cached copy is up to date. Later changes of the model's weights do not affect the engine."""
+    def __init__(self, model: LoopedGPT, *, kernels: KernelName = "auto", inference_copy: InferenceCopy | None = None) -> None:
+        """`inference_copy` is the result of `optimize_for_inference`, for callers who make many engines.
+
+        With the `native` and `packed` kernels the engine computes on a copy of the weights, and later changes of the model do not affect
+        it. Without `inference_copy` the weights are hashed once to check whether the cached copy is up to date. With the `torch` kernels or
+        under autocast the engine shares the model's weights, and nothing is hashed."""
         self.config = model.config
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        decode_copy = DecodeCopy(model, TorchKernels()) if autocast else decode_copy or optimize_for_decode(model, kernels)
-        self.model, self.kernels = decode_copy.model, decode_copy.kernels.for_engine()
+        inference_copy = InferenceCopy(model, TorchKernels()) if autocast else inference_copy or optimize_for_inference(model, kernels)
+        self.model, self.kernels = inference_copy.model, inference_copy.kernels.for_engine()
         first = next(model.parameters())
         self.device = first.device
         dtype = torch.get_autocast_dtype(self.device.type) if autocast else first.dtype
         self._like = torch.empty(0, dtype=dtype, device=self.device)
         self.loop_steps = [0] * self.config.n_groups
-        """For each group, the loop steps of all tokens so far."""
+        """For each group, the loop steps of all rows so far, drafts and rejected guesses included."""
         self.stages = list(self.model.stages)
+        """The modules: runs of plain layers, and loop groups."""
         self.first_layers = [0]
         """Index of the first layer of each stage."""
         for layers, _ in self.config.stages:
             self.first_layers.append(self.first_layers[-1] + len(layers))
         self._embedding = self.kernels.embedding(self.model)
-        self.stage_kernels = [self.kernels.stage(stage, first) for stage, first in zip(self.stages, self.first_layers, strict=False)]
-        self.origin = model
-        """The model that it was made from; the engine's own copy is `model`."""
+        self.stage_kernels = [
+            self.kernels.stage_kernels(stage, first) for stage, first in zip(self.stages, self.first_layers, strict=False)
+        ]
+        self.source_model = model
+        """The model that the engine was made from; `model` is its inference copy."""
 
     def new_cache(self, capacity: int, params: LoopParams) -> Cache:
         """An empty KV cache for one sequence."""
@@ -96,7 +102,8 @@ class Engine:
         each, first = [], 0
         for part in rows.parts:
             row_range = slice(first, first + part.count)
-            each.append(self._start_states(group, e[row_range], Rows([part], rows.ids[:, row_range], rows.kernels), part.cache.params.seed))
+            own_rows = Rows([part], rows.positions_and_tokens[:, row_range], rows.kernels)
+            each.append(self._start_states(group, e[row_range], own_rows, part.cache.params.seed))
             first += part.count
         return torch.cat(each)
 
@@ -104,7 +111,7 @@ class Engine:
         c = self.config
         if c.start != "noise" or c.block_size * c.n_embd > MAX_TABLE_SIZE:
             return start_state(c, group, e, rows.positions, self.noise(seed))
-        tables = _start_tables(self.origin, seed, self._like)
+        tables = _start_tables(self.source_model, seed, self._like)
         if group not in tables:
             all_positions = torch.arange(c.block_size, device=e.device)
             tables[group] = self.noise(seed)(group, all_positions, c.n_embd).to(self._like)
@@ -120,14 +127,13 @@ class Engine:
         of a sequence one at a time, there is one pass for each. The embedding and the state after each stage, (N, C) each, are appended to
         the list `stage_states` if it is given.
         """
-        from twoscale.engine.batch import Batch
+        from twoscale.engine.batch import Batch, Entry
 
         if any(cache.params.token_by_token and len(new) > 1 for _, cache, new in inputs):
             return self._run_token_by_token(inputs, start, stage_states)
         batch = Batch(self)
-        chunks = batch.enter(
-            [(batch_index, cache, new, None) for batch_index, cache, new in inputs], start, keep_stage_states=stage_states is not None
-        )
+        entries = [Entry(batch_index, cache, new, None) for batch_index, cache, new in inputs]
+        chunks = batch.enter(entries, start, keep_stage_states=stage_states is not None)
         while len(batch):
             batch.advance(batch.earliest_stage)
         x = torch.cat([chunk.final_states for chunk in chunks]) if len(chunks) > 1 else chunks[0].final_states
@@ -145,11 +151,12 @@ class Engine:
         for t in range(max(len(new) for _, _, new in inputs)):
             live = [i for i, (_, _, new) in enumerate(inputs) if t < len(new)]
             rows = torch.tensor([firsts[i] + t for i in live], device=self.device)
-            own_start = None if start is None else [states[rows] for states in start]
+            own_start = None if start is None else [group_start[rows] for group_start in start]
             own_states: list[Tensor] | None = None if stage_states is None else []
-            found, taken = self.run([(*inputs[i][:2], inputs[i][2][t : t + 1]) for i in live], own_start, own_states)
-            x = found.new_empty(firsts[-1], self.config.n_embd) if x is None else x
-            x[rows], steps[rows] = found, taken
+            one_each = [(batch_index, cache, new[t : t + 1]) for batch_index, cache, new in (inputs[i] for i in live)]
+            states, taken = self.run(one_each, own_start, own_states)
+            x = states.new_empty(firsts[-1], self.config.n_embd) if x is None else x
+            x[rows], steps[rows] = states, taken
             if stage_states is not None and own_states is not None:
                 stage_states += [] if stage_states else [torch.empty_like(x) for _ in own_states]
                 for whole, part in zip(stage_states, own_states, strict=True):

@@ -83,7 +83,7 @@ def _with_exits(
     model: LoopedGPT,
     tokens: Tensor,
     lengths: list[int],
-    real: Tensor,
+    not_padding: Tensor,
     loops: int | Sequence[int] | None,
     exit: Exit,
     start: Sequence[Tensor] | None,
@@ -101,10 +101,10 @@ def _with_exits(
             stacklevel=4,
         )
     inputs = [(b, engine.new_cache(n, params), row[:n]) for b, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
-    states, steps = engine.run(inputs, None if start is None else [x.to(engine.device)[real] for x in start])
+    states, steps = engine.run(inputs, None if start is None else [x.to(engine.device)[not_padding] for x in start])
     logits = engine.model.head(states).float()
-    if bool(real.all()):
+    if bool(not_padding.all()):
         return logits.view(*tokens.shape, -1), steps.view(*tokens.shape, -1)
     padded = [torch.zeros(*tokens.shape, x.shape[-1], dtype=x.dtype, device=x.device) for x in (logits, steps)]
-    padded[0][real], padded[1][real] = logits, steps
+    padded[0][not_padding], padded[1][not_padding] = logits, steps
     return padded[0], padded[1]

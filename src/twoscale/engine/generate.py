@@ -18,9 +18,9 @@ from twoscale.config.show import OneLine
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.kernels import KernelName
-from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params, split_stop
+from twoscale.engine.request import LoopParams, Request, RequestGroup, SamplingParams, loop_params, split_stop
 from twoscale.engine.scheduler import Scheduler, run_until_done
-from twoscale.engine.speculation import NOTHING, OFF, Auto, Speculation, SpeculationStats, check_speculation
+from twoscale.engine.speculation import NO_SPECULATION_STATS, OFF, Auto, Speculation, SpeculationStats, check_speculation
 from twoscale.engine.text import TextStream
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
@@ -28,8 +28,8 @@ from twoscale.model.input import as_batch
 
 Callback = Callable[[int, int, tuple[int, ...]], object]
 
-PREFILL_CHUNK = 2048  # prompt tokens in one batch
-MAX_NUM_SEQS = 256  # sequences that are decoded at a time
+OFFLINE_PREFILL_CHUNK = 2048  # prompt tokens that a sequence runs at a time (see `Scheduler`)
+OFFLINE_MAX_NUM_SEQS = 256  # sequences that are decoded at a time
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,18 +42,19 @@ class Generation(OneLine):
     """For each new token, the loop steps in each group of the forward pass that produced its logits."""
     prompt_steps: list[list[tuple[int, ...]]]
     """For each prompt token, its loop steps; the last entry is also the first of `steps`."""
-    finish: list[str]
-    """Finish reason of each sequence: `stop` or `length`."""
+    finish_reasons: list[str]
+    """Of each sequence: `stop` or `length`."""
     work: list[int]
-    """Work done: for each group, the sum of the loop steps of all tokens (prompt and new tokens)."""
+    """Work done: for each group, the loop steps of all rows together. Without speculation that is the sum over prompt and new tokens; with
+    it drafts and rejected guesses are included."""
     cache_bytes: int
     """Peak memory of keys and values of all sequences."""
     logprobs: list[list[list[tuple[int, float]]]] | None = None
     """For each new token: (token, log-probability) of itself, then of the most likely tokens; None unless requested."""
     texts: list[str] | None = None
     """The generated text, cut before a stop string; None without a tokenizer."""
-    speculation: SpeculationStats = NOTHING
-    """What speculation did, for all sequences together."""
+    speculation: SpeculationStats = NO_SPECULATION_STATS
+    """Counts of the guesses, for all sequences together."""
 
     def __post_init__(self) -> None:
         assert all(len(t) == len(s) for t, s in zip(self.tokens, self.steps, strict=True))
@@ -90,7 +91,7 @@ def generate(
     params = loop_params(model, exit=exit, loops=loops, kv=kv, seed=seed)
     scheduler = offline_scheduler(model, kernels)
     requests = make_requests(model, ids, sampling, params, tokenizer, speculate)
-    if requests[0].speculate not in (OFF, Auto()) and not scheduler.engine.kernels.exact_rows:
+    if requests[0].speculate not in (OFF, Auto()) and not scheduler.engine.kernels.batch_invariant:
         warnings.warn(f"speculate = {requests[0].speculate} is off: without the C kernels it could change the result", stacklevel=2)
     streams = [track_tokens(request, tokenizer, callback) for request in requests]
     run_until_done(scheduler, requests)
@@ -98,12 +99,12 @@ def generate(
         [r.tokens for r in requests],
         [r.steps for r in requests],
         [r.prompt_steps for r in requests],
-        [r.finish for r in requests],
+        [r.finish_reason for r in requests],
         list(scheduler.engine.loop_steps),
         scheduler.peak_cache_bytes,
         None if logprobs is None else [r.logprobs for r in requests],
         None if tokenizer is None else [s.text for s in streams if s is not None],
-        sum((r.speculation for r in requests), NOTHING),
+        sum((r.speculation_stats for r in requests), NO_SPECULATION_STATS),
     )
 
 
@@ -132,7 +133,12 @@ def stream(
 def offline_scheduler(model: LoopedGPT, kernels: KernelName = "auto") -> Scheduler:
     """A scheduler for offline generation: large batches, no memory limit, errors are raised."""
     return Scheduler(
-        model, max_num_seqs=MAX_NUM_SEQS, cache_bytes=math.inf, prefill_chunk=PREFILL_CHUNK, isolate_errors=False, kernels=kernels
+        model,
+        max_num_seqs=OFFLINE_MAX_NUM_SEQS,
+        cache_bytes=math.inf,
+        prefill_chunk=OFFLINE_PREFILL_CHUNK,
+        isolate_errors=False,
+        kernels=kernels,
     )
 
 
@@ -151,10 +157,10 @@ def make_requests(
     tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
     prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     copies: Counter[tuple[int, ...]] = Counter()
-    requests, client = [], Client()
+    requests, request_group = [], RequestGroup()
     for i, prompt in enumerate(prompts):
         sample_index = copies[tuple(prompt)]
-        requests.append(Request(prompt, sampling, params, sample_index, i, client=client, speculate=speculation))
+        requests.append(Request(prompt, sampling, params, sample_index, i, request_group=request_group, speculate=speculation))
         copies[tuple(prompt)] += 1
     return requests
 
@@ -175,10 +181,10 @@ def track_tokens(request: Request, tokenizer: Tokenizer | None, callback: Callba
                 text.add(token)
             if callback is not None:
                 callback(request.batch_index, token, steps)
-        if text is not None and request.finish:
+        if text is not None and request.finish_reason:
             text.finish()
         if text is not None and text.stopped:
-            request.finish = "stop"
+            request.finish_reason = "stop"
 
     request.on_token = on_token
     return text

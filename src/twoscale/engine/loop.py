@@ -1,7 +1,7 @@
 """Rows inside one loop group. `step` applies the group's map once to all of them; they may be at different loop steps. `advance` takes
-several steps, by the kernels' own implementation of such a sequence if they have one.
+several steps, in one call of a fused kernel if the kernels have one.
 
-Rows may join between two calls. They exit one by one: when their exit rule fires, or at their request's maximum number of loop steps.
+Rows may join between two steps. They exit one by one: when their exit rule fires, or at their request's maximum number of loop steps.
 
 Shapes: N rows, C width.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from twoscale.engine.kernels.base import NEVER, Interrupt, LoopSteps
+from twoscale.engine.kernels.base import NO_INTERRUPT, Interrupt, LoopSteps
 from twoscale.engine.row_rules import LoopExitRules
 from twoscale.engine.rows import Part, Rows
 from twoscale.model import LoopGroup
@@ -22,11 +22,12 @@ from twoscale.model.group import AttentionOfLayer
 
 if TYPE_CHECKING:
     from twoscale.engine.engine import Engine
+    from twoscale.engine.kernels.native_rows import FusedLoop
 
 
 @dataclass(frozen=True, slots=True)
 class ExitedRows:
-    """Rows that have left a group; `k` of each part is the number of loop steps taken."""
+    """Rows that have exited a group; `loop_step` of each part is the number of loop steps taken."""
 
     rows: Rows
     x: Tensor
@@ -36,24 +37,30 @@ class ExitedRows:
 class Loop:
     """The rows inside one group and their states."""
 
-    def __init__(self, engine: "Engine", stage: int) -> None:
-        group = engine.stages[stage]
+    def __init__(self, engine: "Engine", stage_index: int) -> None:
+        group = engine.stages[stage_index]
         assert isinstance(group, LoopGroup)
-        self.engine, self.group, self.stage = engine, group, stage
-        self.layers, self.kernel = range(engine.first_layers[stage], engine.first_layers[stage + 1]), engine.stage_kernels[stage]
+        self.engine, self.group, self.stage_index = engine, group, stage_index
+        self.layers = range(engine.first_layers[stage_index], engine.first_layers[stage_index + 1])
+        self.stage_kernels = engine.stage_kernels[stage_index]
         self.rows: Rows | None = None
-        self.rules = LoopExitRules(group.index, engine.config.n_embd, engine.kernels)
+        self.failures: list[tuple[list[Part], Exception]] = []
+        """Parts whose exit rule or cache allocation has raised; they stay in the loop until the caller drops them."""
+        self.rules = self._new_rules()
         self.steps_taken = 0
         """Steps of the last call of `advance`."""
+
+    def _new_rules(self) -> LoopExitRules:
+        return LoopExitRules(self.group.index, self.engine.config.n_embd, self.engine.kernels, self.failures)
 
     def __len__(self) -> int:
         return 0 if self.rows is None else self.rows.n
 
     def admit(self, rows: Rows, e: Tensor, start: Tensor | None = None) -> None:
-        """Rows enter the group with the input e (N, C); the rows that are inside already are not affected."""
+        """Add rows with the group's input e (N, C). The rows that are inside already are not affected."""
         g = self.group.index
         for part in rows.parts:
-            part.k = 0
+            part.loop_step = 0
         x = (self.engine.start_states(g, e, rows) if start is None else start.to(e)).contiguous()
         injected = self.group.inject(e)
         self.rules.admit(rows)
@@ -65,17 +72,17 @@ class Loop:
     def _set_rows(self, rows: Rows, x: Tensor, injected: Tensor | None) -> None:
         self.rows, self.x, self.injected = rows, x, injected
         self.rope = self.engine.rope(rows)
-        self.bound: object | None = None
-        """What the kernels have prepared for these rows."""
+        self.fused: FusedLoop | None = None
+        """The fused kernel for these rows, made at the first step; None if the kernels have none for them."""
+        self.fused_is_chosen = False
+        """Whether the kernels have decided on `fused`."""
         self._attention_of_layer: AttentionOfLayer | None = None
         self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
         self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts))
         """Steps until one of the caches must allocate another level."""
 
     def _clear(self) -> None:
-        failures, self.rows = self.rules.failures, None
-        self.rules = LoopExitRules(self.group.index, self.engine.config.n_embd, self.engine.kernels)
-        self.rules.failures = failures
+        self.rows, self.rules = None, self._new_rules()
 
     def drop(self, gone: Sequence[bool]) -> None:
         """Remove rows without a result; `gone` has one bool for each row."""
@@ -92,7 +99,7 @@ class Loop:
         injected = None if self.injected is None else self.injected.index_select(0, index)
         self._set_rows(self.rows.select(index), self.x.index_select(0, index), injected)
 
-    def advance(self, max_steps: float = 1, interrupt: Interrupt = NEVER) -> ExitedRows | None:
+    def advance(self, max_steps: float = 1, interrupt: Interrupt = NO_INTERRUPT) -> ExitedRows | None:
         """Steps until rows exit, `max_steps` are taken (at least one), or `interrupt` is set; returns the rows that exit, if any.
 
         Fewer steps are taken where a cache has no level for the next one yet, or a rule fails: see `steps_taken`.
@@ -103,7 +110,7 @@ class Loop:
         if self._allocated_steps_left < 1 and not self._allocate_levels(rows):
             return None
         limit = min(max_steps, self._allocated_steps_left, max(self.max_steps))
-        steps = self.kernel.iterate(self, int(limit), interrupt)
+        steps = self.stage_kernels.iterate(self, int(limit), interrupt)
         self.steps_taken, self.x = steps.taken, steps.after
         self._allocated_steps_left -= steps.taken
         self.engine.loop_steps[self.group.index] += steps.taken * rows.n
@@ -119,8 +126,8 @@ class Loop:
         assert rows is not None
         at_limit = False
         for part, limit in zip(rows.parts, self.max_steps, strict=True):
-            part.k += 1
-            at_limit = at_limit or part.k >= limit
+            part.loop_step += 1
+            at_limit = at_limit or part.loop_step >= limit
         x = before if self.engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
         injected = None if self.injected is None else self.injected[None]
         if self._attention_of_layer is None:
@@ -131,14 +138,14 @@ class Loop:
         if rows.n == 1:
             return LoopSteps(1, before, after, bool(exits or at_limit), bool(return_previous))
         if at_limit:
-            ended = [part.k >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
+            ended = [part.loop_step >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
             exits = torch.tensor(ended, device=after.device) | exits
         return LoopSteps(1, before, after, exits, return_previous)
 
     def _steps_until_allocation(self, part: Part) -> float:
         """Further steps of a part for which the levels of its cache are allocated; infinite if they all are."""
         layer = part.cache.layers[self.layers.start]
-        return math.inf if layer.n_levels == layer.max_levels else layer.n_levels - part.k
+        return math.inf if layer.n_levels == layer.max_levels else layer.n_levels - part.loop_step
 
     def _allocate_levels(self, rows: Rows) -> bool:
         """Allocate the levels of the next step. Parts whose cache cannot grow become failures; False if there are any.
@@ -148,11 +155,11 @@ class Loop:
         for part in rows.parts:
             try:
                 for layer in self.layers:
-                    part.cache.layers[layer].ensure_level(part.k + 1, part.cache.length)
+                    part.cache.layers[layer].ensure_level(part.loop_step + 1, part.cache.length)
             except Exception as error:
-                self.rules.failures.append(([part], error))
+                self.failures.append(([part], error))
         self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts))
-        return not self.rules.failures
+        return not self.failures
 
     def _exit_all(self, rows: Rows, states: Tensor) -> ExitedRows:
         """All rows exit with these states (N, C)."""
@@ -180,12 +187,12 @@ class Loop:
         width, each, first = self.engine.config.n_embd, [], 0
         for part in rows.parts:
             noise = self.engine.noise(part.cache.params.seed)
-            each.append(noise(self.group.index, rows.positions[first : first + part.count], width, part.k))
+            each.append(noise(self.group.index, rows.positions[first : first + part.count], width, part.loop_step))
             first += part.count
         return torch.cat(each)
 
     def _read(self, rows: Rows, x: Tensor, readout: str) -> Tensor:
-        """What exit rules read from states x (n, C): logits (n, V), or the probability (n,) of the gate.
+        """What exit rules read out of states x (n, C): logits (n, V), or the probability (n,) of the gate.
 
         `lens` applies the final norm and the head to the state. `coda` runs the plain layers after the last group (the coda) before that.
         """
@@ -195,7 +202,7 @@ class Loop:
             return self.group.gate(x).sigmoid().squeeze(-1)
         last = len(self.engine.stages) - 1
         if readout == "coda" and not isinstance(self.engine.stages[last], LoopGroup):
-            # The keys and values that the coda writes are provisional: the next call and the token itself overwrite them.
+            # The keys and values that the coda writes are provisional: the next read-out and the token's own pass overwrite them.
             assert rows.one_row_per_part, "a rule that runs the coda needs one token of each sequence at a time"
             x = self.engine.run_plain_stage(last, self.group.output(x), rows)
         return model.head(x)

@@ -1,10 +1,10 @@
-"""Scheduling policies: which rows share the next call of the engine. `choose_policy` chooses between them from measured costs.
+"""Scheduling policies: which rows share the next stage pass. `choose_policy` chooses between them from measured costs.
 
     lockstep   a batch goes through the stages of the network together; requests join between tokens
-    depth      tokens join a batch at any time; every call takes the stage (plain layers or loop group) at which most rows are
+    depth      tokens join a batch at any time; every stage pass is of the stage (plain layers or loop group) that has most rows
 
-Which is faster depends on the cost of a call with few and with many rows, so it is measured. To add a policy, subclass `Policy` and add it
-to POLICIES.
+Which is faster depends on the cost of a stage pass with few and with many rows, so it is measured. To add a policy, subclass `Policy` and
+add it to POLICIES.
 """
 
 import math
@@ -18,8 +18,8 @@ from twoscale.engine.engine import Engine
 from twoscale.engine.request import loop_params
 from twoscale.model import LoopedGPT
 
-# Rows that have left a loop wait for the rest of their batch no longer than the larger of these: so many calls, and so many times the
-# calls that they took in the loop themselves.
+# Rows that have exited a loop wait for the rest of their batch for at most max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR x own loop passes) stage
+# passes, where the own loop passes are those that the rows took in the loop.
 WAIT_LIMIT_FLOOR = 16
 WAIT_LIMIT_FACTOR = 2.0
 
@@ -30,42 +30,42 @@ class Policy:
     joins_running_batch = False
     """Whether tokens may join a batch that is already running."""
     loop_until_exit = True
-    """Whether loop steps are repeated until rows exit; otherwise `stage` is asked after every step."""
+    """Whether loop steps are repeated until rows exit; otherwise `next_stage` is asked after every step."""
 
-    def stage(self, batch: Batch) -> int:
-        """The stage of the next call, an index into `model.stages`."""
+    def next_stage(self, batch: Batch) -> int:
+        """The stage of the next pass, an index into `model.stages`."""
         raise NotImplementedError
 
-    def split_after_calls(self, batch: Batch) -> float:
-        """The number of calls of the batch after which it is split: rows at its earliest stage continue as a batch of their own."""
+    def split_after_passes(self, batch: Batch) -> float:
+        """`Batch.stage_passes` at which the batch is split: rows at its earliest stage then continue as a batch of their own."""
         return math.inf
 
 
 class Lockstep(Policy):
-    """The rows of a batch go through the stages together. Rows that have left a loop wait for the others, but not for ever.
+    """The rows of a batch go through the stages together. Rows that have exited a loop wait for the others, up to a limit.
 
-    They wait no longer than WAIT_LIMIT_FLOOR calls, or WAIT_LIMIT_FACTOR times the calls that they took themselves if that is more. Then
-    the rows that are still in the loop become a batch of their own, so a request with many loop steps does not delay the others.
+    The limit is max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR x own loop passes). Then the rows that are still in the loop become a batch of
+    their own, so a request with many loop steps does not delay the others.
     """
 
-    def stage(self, batch: Batch) -> int:
+    def next_stage(self, batch: Batch) -> int:
         return batch.earliest_stage
 
-    def split_after_calls(self, batch: Batch) -> float:
+    def split_after_passes(self, batch: Batch) -> float:
         if len(batch) == 1:
             return math.inf
-        stage = batch.earliest_stage
-        later = [w for at, waiting in batch.waiting.items() if at > stage for w in waiting]
-        return min((w.arrived_at_call + max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR * w.loop_calls) for w in later), default=math.inf)
+        earliest = batch.earliest_stage
+        later = [w for stage, waiting in batch.waiting.items() if stage > earliest for w in waiting]
+        return min((w.arrived_at_pass + max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR * w.loop_passes) for w in later), default=math.inf)
 
 
 class Depth(Policy):
-    """Every call takes the rows of the stage that has most of them; of equal ones the latest."""
+    """Every pass is of the stage that has most rows; ties: the latest stage."""
 
     joins_running_batch = True
     loop_until_exit = False
 
-    def stage(self, batch: Batch) -> int:
+    def next_stage(self, batch: Batch) -> int:
         rows = batch.occupancy()
         return max(rows, key=lambda stage: (rows[stage], stage))
 
@@ -104,7 +104,7 @@ def cost_curve(model: LoopedGPT, max_num_seqs: int, loops: int = 4) -> dict[int,
 
 
 def interpolate_cost(rows: float, curve: dict[int, float]) -> float:
-    """The cost of a call with a number of rows, interpolated linearly between the measured ones."""
+    """The cost of a stage pass with a number of rows, interpolated linearly between the measured ones."""
     sizes = sorted(curve)
     if rows <= sizes[0]:
         return curve[sizes[0]]
@@ -117,8 +117,8 @@ def interpolate_cost(rows: float, curve: dict[int, float]) -> float:
 def choose_policy(model: LoopedGPT, max_num_seqs: int, curve: dict[int, float] | None = None) -> tuple[str, str]:
     """The policy with the lower cost of one loop step of one row, and an explanation to print.
 
-    In lockstep, rows exit a loop one after the other, so its last calls have few rows. With `depth`, rows are spread over the groups, so
-    every call has about max_num_seqs / n_groups rows. The cost curve is measured unless it is given.
+    In lockstep, rows exit a loop one after the other, so its last passes have few rows. With `depth`, rows are spread over the groups, so
+    every pass has about max_num_seqs / n_groups rows. The cost curve is measured unless it is given.
     """
     if not model.config.n_groups:
         return "lockstep", "lockstep (the model has no loops)"
@@ -126,9 +126,9 @@ def choose_policy(model: LoopedGPT, max_num_seqs: int, curve: dict[int, float] |
     low, high = EXPECTED_STEPS
     rows_left = [max_num_seqs * (min(high, high - k + 1) / (high - low + 1) if k > low else 1.0) for k in range(1, high + 1)]
     lockstep = sum(interpolate_cost(n, curve) for n in rows_left) / sum(rows_left)
-    rows_per_call = max_num_seqs / max(1, model.config.n_groups)
-    depth = interpolate_cost(rows_per_call, curve) / max(1.0, rows_per_call)
+    rows_per_pass = max_num_seqs / max(1, model.config.n_groups)
+    depth = interpolate_cost(rows_per_pass, curve) / max(1.0, rows_per_pass)
     policy = "depth" if depth < MAX_COST_RATIO * lockstep else "lockstep"
-    points = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in curve.items())
-    costs = f"a row's step {1e6 * lockstep:.0f} us in lockstep, {1e6 * depth:.0f} us by depth"
-    return policy, f"{policy} (ms of a loop step by rows {points}; {costs})"
+    points = ", ".join(f"{1e3 * seconds:.2f} ms with {n}" for n, seconds in curve.items())
+    costs = f"for one row that is {1e6 * lockstep:.0f} us in lockstep and {1e6 * depth:.0f} us by depth"
+    return policy, f"{policy} (measured time of a loop step by number of rows: {points}; {costs})"

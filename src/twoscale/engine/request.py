@@ -17,8 +17,8 @@ from torch import Tensor
 from twoscale.config import UserError
 from twoscale.config.show import OneLine
 from twoscale.engine.cache import Cache, parse_kv
-from twoscale.engine.speculation import NOTHING, OFF, Speculation, SpeculationStats
-from twoscale.exits import Exit, Gate, Rule, plan
+from twoscale.engine.speculation import NO_SPECULATION_STATS, OFF, Speculation, SpeculationStats
+from twoscale.exits import Exit, Gate, Rule, rules_per_group
 from twoscale.model import LoopedGPT
 from twoscale.model.noise import fold
 
@@ -66,7 +66,7 @@ class SamplingParams:
             raise UserError(f"logprobs = {self.logprobs!r}: an integer of at least 0, or None")
         if not all(_is_int(token, 0) for token in self.stop_token_ids):
             raise UserError(f"stop_token_ids = {sorted(map(str, self.stop_token_ids))}: token ids are integers of at least 0")
-        if isinstance(self.stop, str) or not all(isinstance(word, str) and word for word in self.stop):
+        if isinstance(self.stop, str) or not all(isinstance(string, str) and string for string in self.stop):
             raise UserError(f"stop = {self.stop!r}: strings that are not empty")
 
 
@@ -106,7 +106,7 @@ def loop_params(
             raise UserError(f'this model was not calibrated, so exit="auto" has no rule: {hint}')
         exit, calibrated = model.calibration()
         loops = calibrated if loops is None else loops
-    rules = plan(exit, config.n_groups)
+    rules = rules_per_group(exit, config.n_groups)
     if any(isinstance(rule, Gate) for rule in rules) and not config.exit_gate:
         raise UserError("exits.Gate needs a model with a learned gate (exit_gate), and this one has none")
     if any(isinstance(rule, Gate) for rule in rules[:-1]):
@@ -116,8 +116,8 @@ def loop_params(
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Sampling parameters and random key of one token."""
+class SamplingKey:
+    """What the sampling of one token depends on besides its logits: the parameters and the random key."""
 
     params: SamplingParams
     sample_index: int = 0
@@ -132,11 +132,11 @@ class Draw:
 
 
 @dataclass(eq=False)
-class Client:
-    """The unit of fair scheduling (see `fair`): all requests that were submitted together, such as those of one HTTP request."""
+class RequestGroup:
+    """Requests that were submitted together, such as the sequences of one HTTP request: the unit of fair scheduling (see `fair`)."""
 
     virtual_time: float = 0.0
-    """Service received so far, in layer applications to one row. A new client starts at the scheduler's current virtual time."""
+    """Service received so far, in layer applications to one row. A new group starts at the scheduler's current virtual time."""
 
 
 @dataclass(eq=False, repr=False)
@@ -151,10 +151,11 @@ class Request(OneLine):
     batch_index: int = 0
     """Index in the caller's batch, for exit rules that depend on it (`RandomExit`, `Oracle`)."""
     on_token: Callable[["Request"], Any] | None = None
-    """Called in the scheduler's thread after every new token and at the end. It may stop the request by setting `finish`."""
-    client: Client = field(default_factory=Client)
+    """Called in the scheduler's thread after every new token and at the end. It may stop the request by setting `finish_reason`."""
+    request_group: RequestGroup = field(default_factory=RequestGroup)
+    """The requests that it was submitted with."""
     speculate: Speculation = OFF
-    """How tokens are guessed ahead (`speculation`); the result does not depend on it."""
+    """How tokens are guessed ahead (see `speculation`); the result does not depend on it."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[tuple[int, ...]] = field(default_factory=list)
@@ -163,10 +164,10 @@ class Request(OneLine):
     """For each prompt token, its loop steps in each group; the last entry is also the first of `steps`."""
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """For each new token: (token, log-probability) of itself, then of the most likely tokens."""
-    speculation: SpeculationStats = NOTHING
-    """What speculation has done so far."""
-    finish: str = ""
-    """Finish reason: `stop`, `length`, `cancelled` or `error`; empty while it is running."""
+    speculation_stats: SpeculationStats = NO_SPECULATION_STATS
+    """Counts of the guesses so far."""
+    finish_reason: str = ""
+    """`stop`, `length`, `cancelled` or `error`; empty until the request has ended."""
     error: Exception | None = None
     cancelled: bool = False
     """Set by the caller to cancel; the scheduler removes the request at its next step."""
@@ -187,33 +188,33 @@ class Request(OneLine):
     def in_prefill(self) -> bool:
         return self.n_computed < len(self.prompt)
 
-    def next_tokens(self, chunk: int) -> list[int]:
+    def next_tokens(self, chunk_size: int) -> list[int]:
         """The tokens of the next forward pass: a chunk of the prompt, or the newest token.
 
-        Chunks begin at multiples of their size, independent of other requests. If kv is not `exact` the prompt is not chunked: in chunks
+        Chunks begin at multiples of `chunk_size`, independent of other requests. If kv is not `exact` the prompt is not chunked: in chunks
         its tokens would attend to other keys than in one pass.
         """
         if not self.in_prefill:
             return self.tokens[-1:]
         if self.params.token_by_token:
             return self.prompt[self.n_computed : self.n_computed + 1]
-        return self.prompt[self.n_computed : (self.n_computed // chunk + 1) * chunk if self.params.kv == "exact" else None]
+        return self.prompt[self.n_computed : (self.n_computed // chunk_size + 1) * chunk_size if self.params.kv == "exact" else None]
 
-    def draw(self, ahead: int = 0) -> Draw:
+    def sampling_key(self, ahead: int = 0) -> SamplingKey:
         """Sampling parameters and random key of its next token, or of the one `ahead` places later."""
-        return Draw(self.sampling, self.sample_index, len(self.tokens) + ahead)
+        return SamplingKey(self.sampling, self.sample_index, len(self.tokens) + ahead)
 
     def append(self, token: int, logits: Tensor, steps: tuple[int, ...]) -> None:
         """Append a token that was sampled from logits (V,)."""
         if self.sampling.logprobs is not None:
-            every = logits.log_softmax(dim=-1)
-            best = every.topk(min(self.sampling.logprobs, len(every)))
+            log_probs = logits.log_softmax(dim=-1)
+            best = log_probs.topk(min(self.sampling.logprobs, len(log_probs)))
             pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-            self.logprobs.append([(token, float(every[token])), *pairs])
+            self.logprobs.append([(token, float(log_probs[token])), *pairs])
         self.first_token = self.first_token or time.perf_counter()
         self.steps.append(steps)
         self.tokens.append(token)  # last: another thread that sees the token also finds its steps and logprobs
         if token in self.sampling.stop_token_ids:
-            self.finish = "stop"
+            self.finish_reason = "stop"
         elif len(self.tokens) == self.sampling.max_new_tokens:
-            self.finish = "length"
+            self.finish_reason = "length"

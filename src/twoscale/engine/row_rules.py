@@ -1,8 +1,8 @@
 """The exit rules of the rows inside one loop group. Rows of different requests may have different rules.
 
-The step of a row is the vector D = after - before of its states; "step norms" are the norms of such vectors (see `exits.rule.Meter`). They
-are computed for all rows in one call. Rows with the same rule share one RuleState. If all rows have the same rule, no rows are gathered;
-with several rules a rule's rows are gathered only if it reads their states.
+The step of a row is the vector D = after - before of its states. "Step norms" are five norms of the step, the previous step and the states
+(see `exits.rule.StepNormsFunction`); they are computed for all rows in one call. Rows with the same rule share one RuleState. If all rows
+have the same rule, no rows are gathered; with several rules a rule's rows are gathered only if it reads their states.
 """
 
 import math
@@ -15,45 +15,45 @@ from torch import Tensor
 from twoscale.engine.kernels import Kernels
 from twoscale.engine.rows import Part, Rows
 from twoscale.exits import Rule, RuleState
-from twoscale.exits.rule import Meter, Numbers
+from twoscale.exits.rule import Numbers, StepNormsFunction
 from twoscale.exits.statistics import Condition
 
 Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), "lens" | "coda" | "gate") -> logits or probabilities: `Loop._read`
 
 
-class StepHistory:
+class PreviousSteps:
     """The previous step D of every row, for rules that compare steps (`Rule.follows_steps`)."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
-        self._meter: Meter | None = None
-        self.last: Tensor | None = None
-        """(N, C); NaN for rows that have taken no step yet."""
+        self._step_norms: StepNormsFunction | None = None
+        self.vectors: Tensor | None = None
+        """(N, C); NaN for rows that have taken no step yet; None before the first step of the loop."""
 
-    def last_of(self, states: Tensor) -> Tensor:
-        """The previous steps of the rows with these states (N, C), for a caller who replaces them by the next ones."""
-        if self.last is None:
-            self.last = torch.full_like(states, math.nan, dtype=torch.float32)
-        return self.last
+    def vectors_like(self, states: Tensor) -> Tensor:
+        """`vectors` of the rows with these states (N, C), created if necessary. The caller overwrites them in place at every step."""
+        if self.vectors is None:
+            self.vectors = torch.full_like(states, math.nan, dtype=torch.float32)
+        return self.vectors
 
-    def measure(self, before: Tensor, after: Tensor) -> Sequence[Numbers]:
-        """The norms of the step from `before` to `after` (N, C), as `exits.rule.Meter` returns them."""
-        if self._meter is None:
-            self._meter = self.kernels.meter()
-        return self._meter(before, after, self.last_of(before))
+    def step_norms(self, before: Tensor, after: Tensor) -> Sequence[Numbers]:
+        """The five norms of the step from `before` to `after` (N, C), as `exits.rule.StepNormsFunction` returns them."""
+        if self._step_norms is None:
+            self._step_norms = self.kernels.step_norms_function()
+        return self._step_norms(before, after, self.vectors_like(before))
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices."""
-        self.last = None if self.last is None else self.last.index_select(0, index)
+        self.vectors = None if self.vectors is None else self.vectors.index_select(0, index)
 
     def admit(self, new: int) -> None:
-        """`new` rows enter the group."""
-        if self.last is not None:
-            self.last = torch.cat((self.last, self.last.new_full((new, self.last.shape[1]), math.nan)))
+        """Add `new` rows, which have taken no step yet."""
+        if self.vectors is not None:
+            self.vectors = torch.cat((self.vectors, self.vectors.new_full((new, self.vectors.shape[1]), math.nan)))
 
 
 class RuleTokens:
-    """What one rule is told about its rows, gathered lazily; implements `exits.rule.Tokens`."""
+    """Loop steps, batch indices, positions and tokens of the rows of one rule, gathered lazily. Implements `exits.rule.Tokens`."""
 
     same_k: None = None
 
@@ -67,8 +67,8 @@ class RuleTokens:
         return self.all_k.index_select(0, self.index)
 
     @cached_property
-    def sequences(self) -> Tensor:
-        return self.rows.sequences.index_select(0, self.index)
+    def batch_indices(self) -> Tensor:
+        return self.rows.batch_indices.index_select(0, self.index)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -86,35 +86,34 @@ class RowsOfRule:
         self.rule, self.row_indices, self.condition = rule, row_indices, condition  # ascending
         self.state = None if rule is None else RuleState(rule, None if condition is None else kernels.evaluator(condition))
         self.tokens: RuleTokens | None = None
-        """These rows as the rule sees them; None after a change of the rows."""
+        """The view of these rows that the rule gets; None after a change of the rows."""
 
     def admit(self, new: list[int]) -> None:
-        """Rows with these indices enter the group."""
+        """Add the rows with these indices."""
         if self.state is not None:
             self.state.admit(len(self.row_indices), len(new))
         self.row_indices += new
 
 
 class LoopExitRules:
-    """The states of all rules of the rows in a group. `update` tells which rows exit."""
+    """The states of all rules of the rows in a group. `update` returns which rows exit."""
 
-    def __init__(self, group: int, width: int, kernels: Kernels) -> None:
-        self.group, self.width, self.kernels = group, width, kernels
+    def __init__(self, group: int, width: int, kernels: Kernels, failures: list[tuple[list[Part], Exception]]) -> None:
+        """Parts whose rule has raised are appended to `failures`."""
+        self.group, self.width, self.kernels, self.failures = group, width, kernels, failures
         self.by_rule: list[RowsOfRule] = []
-        self.history: StepHistory | None = None
-        """None until a rule needs it."""
+        self.previous_steps: PreviousSteps | None = None
+        """None until a rule needs them."""
         self.n = 0
-        self.failures: list[tuple[list[Part], Exception]] = []
-        """Parts whose exit rule or cache allocation has raised; they stay in the loop until the caller drops them."""
 
     def admit(self, rows: Rows) -> None:
-        """Rows enter the group."""
-        if self.history is not None:
-            self.history.admit(rows.n)
+        """Add rows."""
+        if self.previous_steps is not None:
+            self.previous_steps.admit(rows.n)
         for part in rows.parts:
             rule = part.cache.params.rules[self.group]
-            if self.history is None and rule is not None and rule.follows_steps:
-                self.history = StepHistory(self.kernels)
+            if self.previous_steps is None and rule is not None and rule.follows_steps:
+                self.previous_steps = PreviousSteps(self.kernels)
             same_rule = next((entry for entry in self.by_rule if _same(entry.rule, rule)), None)
             new = list(range(self.n, self.n + part.count))
             self.n += part.count
@@ -131,8 +130,8 @@ class LoopExitRules:
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices (ascending int64)."""
-        if self.history is not None:
-            self.history.select_rows(index)
+        if self.previous_steps is not None:
+            self.previous_steps.select_rows(index)
         if len(self.by_rule) == 1:
             if (state := self.by_rule[0].state) is not None:
                 state.take(index)
@@ -155,11 +154,11 @@ class LoopExitRules:
 
     def conditions(self) -> list[tuple[Rule | None, Condition | None]] | None:
         """The rules and their conditions, in the order of `by_rule`; (None, None) is "no rule". None if a rule has no condition."""
-        found = [(entry.rule, entry.condition) for entry in self.by_rule]
-        return None if any(rule is not None and condition is None for rule, condition in found) else found
+        pairs = [(entry.rule, entry.condition) for entry in self.by_rule]
+        return None if any(rule is not None and condition is None for rule, condition in pairs) else pairs
 
     def streaks(self) -> list[int] | None:
-        """How many steps in a row each row has passed; None if no rule counts them."""
+        """For each row, how many consecutive steps have passed its rule's test; None if no rule counts them."""
         if not any(entry.rule is not None and entry.rule.hits > 1 for entry in self.by_rule):
             return None
         streaks = [0] * self.n
@@ -179,7 +178,7 @@ class LoopExitRules:
 
         Both are bools (N,), or one bool for all.
         """
-        norms = None if self.history is None else self.history.measure(before, after)
+        norms = None if self.previous_steps is None else self.previous_steps.step_norms(before, after)
         if len(self.by_rule) == 1:
             state = self.by_rule[0].state
             if state is None:

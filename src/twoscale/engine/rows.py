@@ -25,49 +25,49 @@ from twoscale.model.layers import Rope
 class Part:
     """Rows of one sequence: one token in decode, in prefill a chunk of the prompt or a subset of it.
 
-    In a loop the tokens of a chunk exit one by one: those that are still inside and those that exit are then two parts.
-    `in_flight` is the whole chunk.
+    In a loop the tokens of a chunk exit one by one: those that are still inside and those that exit are then two parts of one chunk.
     """
 
     batch_index: int
     """Index of the sequence in the caller's batch."""
     cache: Cache
-    at: Positions
+    positions: Positions
     """Positions of the rows in the sequence."""
     count: int
     """Number of rows."""
     end: int
     """The rows attend to positions 0 .. end - 1 at most."""
-    k: int = 0
-    """Loop steps taken in the current group (k as in exit rules, not a key); 0 before the first group."""
+    loop_step: int = 0
+    """Loop steps taken in the current group (k in exit rules); 0 before the first group."""
     causal: bool = False
-    """Whether the rows are exactly the positions 0 .. end - 1, so that a plain causal mask is right."""
-    in_flight: Any = None
-    """The `InFlight` of a `Batch` that the rows belong to: all tokens of their chunk."""
+    """Whether the rows are several, and exactly the positions 0 .. end - 1: then attention needs a plain causal mask. A single row needs
+    none."""
+    chunk: Any = None
+    """The `batch.Chunk` that the rows belong to: it may have more tokens."""
 
     @property
     def cache_step(self) -> int:
         """The step by which attention chooses the level of the cache.
 
-        At least 1: k is 0 before the first group. In the plain layers after a group k is still that group's; they have one level only.
+        At least 1: `loop_step` is 0 before the first group. In the plain layers after a group it is that group's; they have one level.
         """
-        return self.k or 1
+        return self.loop_step or 1
 
 
-def make_part(batch_index: int, cache: Cache, first: int, count: int, in_flight: Any = None) -> Part:
+def make_part(batch_index: int, cache: Cache, first: int, count: int, chunk: Any = None) -> Part:
     """The part of `count` tokens from position `first` on."""
-    at = first if count == 1 else slice(first, first + count)
-    return Part(batch_index, cache, at, count, first + count, causal=count > 1 and first == 0, in_flight=in_flight)
+    positions = first if count == 1 else slice(first, first + count)
+    return Part(batch_index, cache, positions, count, first + count, causal=count > 1 and first == 0, chunk=chunk)
 
 
 class Rows:
     """The parts of several sequences. Row tensors are stacked in the order of the parts."""
 
-    def __init__(self, parts: list[Part], ids: Tensor, kernels: Kernels) -> None:
-        """`ids` is int64 (2, N): positions and tokens of the rows."""
-        self.parts, self.ids, self.kernels = parts, ids, kernels
-        self.positions, self.tokens = ids.unbind()
-        self.n = ids.shape[1]
+    def __init__(self, parts: list[Part], positions_and_tokens: Tensor, kernels: Kernels) -> None:
+        """`positions_and_tokens` is int64 (2, N): one tensor, so that selecting rows is one operation."""
+        self.parts, self.positions_and_tokens, self.kernels = parts, positions_and_tokens, kernels
+        self.positions, self.tokens = positions_and_tokens.unbind()
+        self.n = positions_and_tokens.shape[1]
         self.rope: tuple[Rope | None] | None = None
         """Rotary angles, cached by `Engine.rope`; None: not computed yet, (None,): the model has none."""
 
@@ -76,26 +76,26 @@ class Rows:
 
     @property
     def k(self) -> Tensor:
-        """Loop steps taken in the current group, int64 (N,)."""
-        return self._per_row([part.k for part in self.parts])
+        """`Part.loop_step` of each row, int64 (N,). The name is that of the protocol `exits.rule.Tokens`."""
+        return self._per_row([part.loop_step for part in self.parts])
 
     @property
     def same_k(self) -> int | None:
-        """Loop steps taken if all rows have the same number, else None."""
-        first = self.parts[0].k
-        return first if len(self.parts) == 1 or all(part.k == first for part in self.parts) else None
+        """`Part.loop_step` if all rows have the same, else None."""
+        first = self.parts[0].loop_step
+        return first if len(self.parts) == 1 or all(part.loop_step == first for part in self.parts) else None
 
     @cached_property
-    def sequences(self) -> Tensor:
+    def batch_indices(self) -> Tensor:
         """`Part.batch_index` of each row, (N,): the index of its sequence in the caller's batch. A caller may give several
-        sequences the same index. The name is that of the protocol `exits.rule.Tokens`."""
+        sequences the same index."""
         return self._per_row([part.batch_index for part in self.parts])
 
     def gather(self, table: Tensor) -> Tensor:
         """The entries of a table over positions (T, ...) at the rows' positions, (N, ...)."""
-        at = self.parts[0].at
-        if self.n == 1 and isinstance(at, int):
-            return table.narrow(0, at, 1)  # a view
+        position = self.parts[0].positions
+        if self.n == 1 and isinstance(position, int):
+            return table.narrow(0, position, 1)  # a view
         return table.index_select(0, self.positions)
 
     @cached_property
@@ -109,10 +109,10 @@ class Rows:
         return len(self.parts) == self.n
 
     def _per_row(self, values: list[int]) -> Tensor:
-        each = torch.tensor(values, device=self.ids.device)
+        each = torch.tensor(values, device=self.positions_and_tokens.device)
         if self.one_row_per_part:
             return each
-        return each.repeat_interleave(torch.tensor([part.count for part in self.parts], device=self.ids.device))
+        return each.repeat_interleave(torch.tensor([part.count for part in self.parts], device=self.positions_and_tokens.device))
 
     def select(self, index: Tensor) -> "Rows":
         """The rows with these indices (ascending int64)."""
@@ -125,17 +125,17 @@ class Rows:
                     parts.append(part)
                 elif high > low:
                     parts.append(_subset(part, self.positions[index[low:high]]))
-        return Rows(parts, self.ids[:, index], self.kernels)
+        return Rows(parts, self.positions_and_tokens[:, index], self.kernels)
 
     def concat(self, others: "Rows") -> "Rows":
         """These rows followed by the others."""
-        return Rows(self.parts + others.parts, torch.cat((self.ids, others.ids), dim=1), self.kernels)
+        return Rows(self.parts + others.parts, torch.cat((self.positions_and_tokens, others.positions_and_tokens), dim=1), self.kernels)
 
     def fill_deeper_levels(self, layers: range) -> None:
-        """The rows exit the loop: in these layers copy their last keys and values to all deeper levels (`Kernels.settle`)."""
+        """The rows exit the loop: in these layers copy their last keys and values to all deeper levels."""
         for part in self.parts:
             for layer in layers:
-                part.cache.layers[layer].fill_deeper_levels(part.k, part.at)
+                part.cache.layers[layer].fill_deeper_levels(part.loop_step, part.positions)
 
     def _rows_by_part(self, rows: list[int]) -> Iterator[tuple[Part, int, int]]:
         """For each part, the range low .. high - 1 of the given row indices (ascending) that belong to it."""
@@ -146,13 +146,13 @@ class Rows:
             first, low = first + part.count, high
 
     @cached_property
-    def bound(self) -> RowKernels:
+    def row_kernels(self) -> RowKernels:
         """The kernels bound to these rows."""
         return self.kernels.bind(self)
 
     def attention(self, first_layer: int, layers: int) -> AttentionOfLayer:
         """A function of i: the attention of layer `first_layer + i`, for i below `layers`. It writes keys and values to the caches."""
-        attention_of_layer = [self.bound.attention(first_layer + i) for i in range(layers)]
+        attention_of_layer = [self.row_kernels.attention(first_layer + i) for i in range(layers)]
         return attention_of_layer.__getitem__
 
 
@@ -162,11 +162,11 @@ def concat_rows(several: Iterable[Rows]) -> Rows:
     if not others:
         return first
     parts = [part for rows in (first, *others) for part in rows.parts]
-    return Rows(parts, torch.cat([rows.ids for rows in (first, *others)], dim=1), first.kernels)
+    return Rows(parts, torch.cat([rows.positions_and_tokens for rows in (first, *others)], dim=1), first.kernels)
 
 
 def _subset(part: Part, positions: Tensor) -> Part:
     """The rows of a part at these positions."""
     last = int(positions[-1])
-    at: Positions = last if len(positions) == 1 else positions
-    return Part(part.batch_index, part.cache, at, len(positions), last + 1, part.k, in_flight=part.in_flight)
+    subset: Positions = last if len(positions) == 1 else positions
+    return Part(part.batch_index, part.cache, subset, len(positions), last + 1, part.loop_step, chunk=part.chunk)

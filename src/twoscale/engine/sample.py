@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twoscale.engine.kernels.library import Library, c_library, floats, pointer, threads_to_use
-from twoscale.engine.request import Draw
+from twoscale.engine.kernels.library import Library, c_library, empty_floats, pointer, threads_to_use
+from twoscale.engine.request import SamplingKey
 
 _MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
 _ROUNDING = 1e-6  # relative tolerance of top_p, for the rounding of fp32 weights
@@ -30,53 +30,53 @@ class Sampled:
     """Whether all logits of the row are finite."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def sample(logits: Tensor, keys: Sequence[SamplingKey]) -> Sampled:
     """The next token of every row of logits (N, V) fp32."""
-    if len(draws) != logits.shape[0]:
-        raise ValueError(f"{logits.shape[0]} rows of logits and {len(draws)} draws")
+    if len(keys) != logits.shape[0]:
+        raise ValueError(f"{logits.shape[0]} rows of logits and {len(keys)} sampling keys")
     library = c_library() if logits.device.type == "cpu" else None
-    return _sample_torch(logits, draws) if library is None else _sample_native(library, logits, draws)
+    return _sample_torch(logits, keys) if library is None else _sample_native(library, logits, keys)
 
 
-def _sample_native(library: Library, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def _sample_native(library: Library, logits: Tensor, keys: Sequence[SamplingKey]) -> Sampled:
     """One call of sample.c for all rows."""
     n, V = logits.shape
-    logits, params = logits.to(torch.float32).contiguous(), [d.params for d in draws]
+    logits, params = logits.to(torch.float32).contiguous(), [key.params for key in keys]
     # A temperature below 1e-30 has no fp32 inverse; it gives the most likely token anyway.
     temperature = (ctypes.c_float * n)(*[max(p.temperature, 1e-30) if p.temperature else 0.0 for p in params])
     top_k = (ctypes.c_int32 * n)(*[min(p.top_k or 0, V) for p in params])
     top_p = (ctypes.c_double * n)(*[1.0 if p.top_p is None else p.top_p for p in params])
-    u = (ctypes.c_double * n)(*[d.uniform if d.params.temperature else 0.5 for d in draws])
+    u = (ctypes.c_double * n)(*[key.uniform if key.params.temperature else 0.5 for key in keys])
     tokens, finite = (ctypes.c_int64 * n)(), (ctypes.c_int32 * n)()
     threads = min(n, threads_to_use())
     size = threads * (4 * V + 2 * -(-V // 64))
-    scratch = floats(size)
+    scratch = empty_floats(size)
     library.sample(threads, n, V, pointer(logits, n * V), temperature, top_k, top_p, u, pointer(scratch, size), tokens, finite)
     return Sampled(tokens[:], [bool(f) for f in finite])
 
 
-def _sample_torch(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def _sample_torch(logits: Tensor, keys: Sequence[SamplingKey]) -> Sampled:
     """The same with torch's operators in fp64: for GPUs, and the reference for the kernel."""
     finite = logits.isfinite().all(dim=1)
     tokens = logits.argmax(dim=1)
-    sampled_rows = [i for i, d in enumerate(draws) if d.params.temperature and d.params.top_k != 1]
+    sampled_rows = [i for i, key in enumerate(keys) if key.params.temperature and key.params.top_k != 1]
     if sampled_rows:
         rows = torch.tensor(sampled_rows, device=logits.device)
-        tokens[rows] = _draw([draws[i] for i in sampled_rows], logits[rows].double().nan_to_num_())
+        tokens[rows] = _draw([keys[i] for i in sampled_rows], logits[rows].double().nan_to_num_())
     return Sampled(tokens.masked_fill(~finite, 0).tolist(), finite.tolist())
 
 
-def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
+def _draw(keys: Sequence[SamplingKey], logits: Tensor) -> Tensor:
     """Tokens (N,) by inverse transform sampling in vocabulary order; all temperatures are above zero."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     V = logits.shape[1]
-    z = (logits - logits.amax(dim=1, keepdim=True)) / column([max(d.params.temperature, 1e-30) for d in draws])
+    z = (logits - logits.amax(dim=1, keepdim=True)) / column([max(key.params.temperature, 1e-30) for key in keys])
     weights = z.exp().masked_fill_(z < _MIN_LOG_WEIGHT, 0.0)
-    top_k = [min(d.params.top_k or V, V) for d in draws]
-    top_p = [1.0 if d.params.top_p is None else d.params.top_p for d in draws]
+    top_k = [min(key.params.top_k or V, V) for key in keys]
+    top_p = [1.0 if key.params.top_p is None else key.params.top_p for key in keys]
     if min(top_k) < V or min(top_p) < 1:
         order = logits.argsort(dim=1, descending=True, stable=True)
         rank = torch.arange(V, device=logits.device)[None]
@@ -86,6 +86,6 @@ def _draw(draws: Sequence[Draw], logits: Tensor) -> Tensor:
         kept = (before < limit * (1 - _ROUNDING) * ordered.sum(dim=1, keepdim=True)) | (rank == 0) | (limit >= 1)
         weights = torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill_(~kept, 0.0))
     total = weights.cumsum(dim=1)
-    chosen = torch.searchsorted(total, column([d.uniform for d in draws]) * total[:, -1:], right=True)[:, 0]
+    chosen = torch.searchsorted(total, column([key.uniform for key in keys]) * total[:, -1:], right=True)[:, 0]
     last = V - 1 - (weights.flip(1) > 0).to(torch.int8).argmax(dim=1)  # rounding must not select a token after the last one with weight
     return torch.minimum(chosen, last)

@@ -7,7 +7,8 @@
     request.tokens
 
 The result of a request does not depend on other requests: rows attend to their own sequence only, the kernels sum in a fixed order, and
-all parameters belong to the request. `policy` decides which rows share a call, `fair` which requests go first and what a client may use.
+all parameters belong to the request. `policy` decides which rows share a stage pass, `fair` which requests go first and how much of the
+batches and the cache a request group may use.
 """
 
 import logging
@@ -21,27 +22,27 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.engine.batch import Batch, InFlight
+from twoscale.engine.batch import Batch, Chunk, Entry
+from twoscale.engine.budget import SchedulerStepBudget
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.counters import Counters
-from twoscale.engine.drafting import Drafter
 from twoscale.engine.engine import Engine
-from twoscale.engine.fair import QUANTUM, FairShares, select_for_batch
-from twoscale.engine.kernels import DecodeCopy, KernelName
+from twoscale.engine.fair import QUANTUM, FairAdmission, select_for_batch
+from twoscale.engine.kernels import InferenceCopy, KernelName
 from twoscale.engine.kernels.base import Interrupt
-from twoscale.engine.pace import SchedulerPace
 from twoscale.engine.policy import policy_of
-from twoscale.engine.request import Draw, Request
+from twoscale.engine.request import Request, SamplingKey
 from twoscale.engine.sample import Sampled, sample
 from twoscale.engine.speculation import OFF
+from twoscale.engine.speculator import Speculator
 from twoscale.engine.wavefront import Wave
 from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
-PREFILL_CHUNK = 64  # prompt tokens in one batch: chunked prefill, so that requests in decode do not wait long
+PREFILL_CHUNK = 64  # chunked prefill, so that requests in decode do not wait long: see `Scheduler`
 MAX_TOKENS_AHEAD = 2.0
-"""An idle request, which is running but has no tokens in a batch, starts a batch of its own if the virtual time of every batch exceeds its
-client's by more than the cost of this many tokens (the layers that a token runs through with the mean number of loop steps)."""
+"""An unbatched request (running, but without tokens in a batch) starts a batch of its own if the virtual time of every batch exceeds that
+of its request group by more than the cost of this many tokens: the layers that a token runs through with the mean number of loop steps."""
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
 
 
@@ -58,20 +59,22 @@ class Scheduler:
         prefill_chunk: int = PREFILL_CHUNK,
         isolate_errors: bool = True,
         kernels: KernelName = "auto",
-        decode_copy: DecodeCopy | None = None,
+        inference_copy: InferenceCopy | None = None,
     ) -> None:
         """A batch has at most `max_num_seqs` sequences, and the caches of running requests take at most `cache_bytes`.
 
-        With `isolate_errors` an exception ends the request that caused it, or its batch if that is not known, and the others go on; without
-        it `step` raises it. `decode_copy` is as for `Engine`.
+        `prefill_chunk` is the number of prompt tokens that a sequence runs at a time; with kv other than `exact` it runs its whole prompt.
+        Prompts are added to a batch, one chunk each, until the batch has at least `prefill_chunk` prompt tokens. With `isolate_errors` an
+        exception ends the request that caused it, or its batch if that is not known, and the others go on; without it `step` raises it.
+        `inference_copy` is as for `Engine`.
         """
-        self.engine, self.policy = Engine(model, kernels=kernels, decode_copy=decode_copy), policy_of(policy)
+        self.engine, self.policy = Engine(model, kernels=kernels, inference_copy=inference_copy), policy_of(policy)
         self.max_num_seqs, self.cache_bytes, self.prefill_chunk = max_num_seqs, cache_bytes, prefill_chunk
         self.isolate_errors = isolate_errors
         self.counters = Counters(loop_steps=self.engine.loop_steps)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.fair = FairShares()
+        self.fair = FairAdmission()
         self.batches: list[Batch] = []
         self.peak_cache_bytes = 0
         """Peak memory of the caches of all running requests."""
@@ -79,8 +82,8 @@ class Scheduler:
         self._max_lead = MAX_TOKENS_AHEAD * sum(layers)
         """MAX_TOKENS_AHEAD as virtual time."""
         self._in_batch: set[Request] = set()
-        """The running requests that have tokens in a batch; the others are idle."""
-        self._drafters: dict[Request, Drafter] = {}
+        """The running requests that have tokens in a batch; the others are unbatched."""
+        self._speculators: dict[Request, Speculator] = {}
         """The running requests that speculate."""
         self._new_arrivals = Interrupt()
         self._lock = threading.Lock()
@@ -100,7 +103,7 @@ class Scheduler:
         if not n:
             raise UserError("the prompt is empty: give at least one token")
         if request.capacity > config.block_size:
-            max_new = config.block_size - n + 1  # the last new token is never read
+            max_new = config.block_size - n + 1  # the last new token is never fed to the network
             hint = f"ask for at most {max_new} new ones, or shorten the prompt" if max_new > 0 else "shorten the prompt"
             raise UserError(f"a prompt of {n} tokens and {new} new ones do not fit the context of {config.block_size} tokens: {hint}")
         if self._bytes(request) > self.cache_bytes:
@@ -116,7 +119,7 @@ class Scheduler:
         with self._lock:
             requests = [*self.running, *self.waiting]
             self.running, self.waiting, self.batches = [], deque(), []
-            self._in_batch, self._drafters = set(), {}
+            self._in_batch, self._speculators = set(), {}
         return requests
 
     def _bytes(self, request: Request) -> int:
@@ -124,14 +127,14 @@ class Scheduler:
         return request.capacity * bytes_per_token(self.engine.config, request.params, self.engine.kv_itemsize)
 
     def _can_speculate(self, request: Request) -> bool:
-        """Whether a request guesses ahead and the result is sure to be the same."""
-        exact = self.engine.kernels.exact_rows and request.speculate.problem(self.engine.config, request.params) is None
+        """Whether a request asks for speculation and the result is sure to be the same."""
+        exact = self.engine.kernels.batch_invariant and request.speculate.problem(self.engine.config, request.params) is None
         return request.speculate != OFF and exact
 
     # -- stepping ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Admit requests and make some calls of the engine for one batch; False if there is nothing to do."""
+        """Admit requests and run some stage passes of one batch; False if there is nothing to do."""
         self._drop_cancelled()
         self._admit()
         if not self.running:
@@ -147,117 +150,119 @@ class Scheduler:
             if not self.isolate_errors:
                 raise
             if not isinstance(error, UserError):
-                LOG.exception("a call of the engine has failed")
+                LOG.exception("a pass of the engine has failed")
             self._fail(involved or list(self.running), error)
         return True
 
     def _next_batch(self) -> tuple[Batch, float]:
         """The batch to compute next, and the virtual time at which another batch is to be chosen.
 
-        Idle requests form a new batch if there is none, or if all batches are ahead of one of them by more than `_max_lead`. Otherwise they
-        wait until a batch ends. If the policy allows it, they join a running batch.
+        Unbatched requests form a new batch if there is none, or if all batches are ahead of one of them by more than `_max_lead`.
+        Otherwise they join the chosen batch if the policy allows it, else they wait.
         """
         self._start_waves()
-        idle = [request for request in self.running if request not in self._in_batch]
-        virtual_times = {batch: min(client.virtual_time for client in batch.clients()) for batch in self.batches}
+        unbatched = [request for request in self.running if request not in self._in_batch]
+        virtual_times = {batch: min(group.virtual_time for group in batch.request_groups()) for batch in self.batches}
         first = min(self.batches, key=lambda batch: virtual_times[batch], default=None)
-        if idle and (first is None or min(r.client.virtual_time for r in idle) + self._max_lead < virtual_times[first]):
+        if unbatched and (first is None or min(r.request_group.virtual_time for r in unbatched) + self._max_lead < virtual_times[first]):
             first = Batch(self.engine)
-            self._start_tokens(first, select_for_batch(idle, max(1, self.max_num_seqs - len(self._in_batch))))
+            self._start_tokens(first, select_for_batch(unbatched, max(1, self.max_num_seqs - len(self._in_batch))))
             self.batches.append(first)
-            virtual_times[first] = min(client.virtual_time for client in first.clients())
-            idle = [request for request in idle if request not in self._in_batch]
-        elif idle and first is not None and self.policy.joins_running_batch and not isinstance(first, Wave):
+            virtual_times[first] = min(group.virtual_time for group in first.request_groups())
+            unbatched = [request for request in unbatched if request not in self._in_batch]
+        elif unbatched and first is not None and self.policy.joins_running_batch and not isinstance(first, Wave):
             in_batch = [chunk.request for chunk in first.chunks if chunk.request is not None]
-            self._start_tokens(first, select_for_batch(idle, max(0, self.max_num_seqs - len(first)), in_batch))
-            idle = [request for request in idle if request not in self._in_batch]
+            self._start_tokens(first, select_for_batch(unbatched, max(0, self.max_num_seqs - len(first)), in_batch))
+            unbatched = [request for request in unbatched if request not in self._in_batch]
         assert first is not None
         self.fair.virtual_time = max(self.fair.virtual_time, virtual_times[first])
         until = [value + QUANTUM for batch, value in virtual_times.items() if batch is not first]
-        until += [request.client.virtual_time + self._max_lead for request in idle]
+        until += [request.request_group.virtual_time + self._max_lead for request in unbatched]
         return first, min(until, default=math.inf)
 
     def _start_waves(self) -> None:
         """Requests that decode by a wavefront become batches of their own."""
-        for request, drafter in self._drafters.items():
-            if request not in self._in_batch and request in self.running and (wave := drafter.start_wave()) is not None:
+        for request, speculator in self._speculators.items():
+            if request not in self._in_batch and request in self.running and (wave := speculator.start_wave()) is not None:
                 self.batches.append(wave)
                 self._in_batch.add(request)
 
     def _start_tokens(self, batch: Batch, requests: Sequence[Request]) -> None:
         """Add the next tokens of requests to a batch, prompts in chunks."""
-        budget = self.prefill_chunk - sum(chunk.part.count for chunk in batch.chunks if chunk.part.count > 1)
+        prompt_tokens_left = self.prefill_chunk - sum(chunk.part.count for chunk in batch.chunks if chunk.part.count > 1)
         entries, alone = [], len(self.running) == 1
         for request in requests:
-            if request.in_prefill and budget <= 0:
+            if request.in_prefill and prompt_tokens_left <= 0:
                 continue  # in a later batch
-            drafter = None if request.in_prefill else self._drafters.get(request)
-            cache, new = (request.cache, request.next_tokens(self.prefill_chunk)) if drafter is None else drafter.next_pass(alone)
-            budget -= len(new) if request.in_prefill else 0
+            speculator = None if request.in_prefill else self._speculators.get(request)
+            cache, new = (request.cache, request.next_tokens(self.prefill_chunk)) if speculator is None else speculator.next_pass(alone)
+            prompt_tokens_left -= len(new) if request.in_prefill else 0
             assert cache is not None
-            entries.append((request.batch_index, cache, new, request))
+            entries.append(Entry(request.batch_index, cache, new, request))
             self._in_batch.add(request)
         if entries:
             with torch.inference_mode():
                 batch.enter(entries)
 
     @torch.inference_mode()
-    def _advance(self, batch: Batch, until_virtual_time: float) -> list[InFlight]:
-        """Calls of the engine until tokens have reached the end of the network, a request has arrived, or all clients of the batch have
+    def _advance(self, batch: Batch, until_virtual_time: float) -> list[Chunk]:
+        """Run stage passes until tokens have reached the end of the network, a request has arrived, or all request groups of the batch have
         passed `until_virtual_time`. Returns the chunks that have reached the end."""
         policy, counters = self.policy, self.counters
-        pace = SchedulerPace(batch, policy, until_virtual_time, self._new_arrivals)
-        done: list[InFlight] = []
-        calls_before, rows_before, started = batch.calls, batch.rows_computed, time.perf_counter()
+        budget = SchedulerStepBudget(batch, policy, until_virtual_time, self._new_arrivals)
+        done: list[Chunk] = []
+        passes_before, rows_before, started = batch.stage_passes, batch.rows_computed, time.perf_counter()
         while batch.chunks and not done:
-            done = batch.advance(policy.stage(batch), pace)
-            if batch.chunks and batch.calls >= policy.split_after_calls(batch):
+            done = batch.advance(policy.next_stage(batch), budget)
+            if batch.chunks and batch.stage_passes >= policy.split_after_passes(batch):
                 self.batches.append(batch.split(batch.earliest_stage))
                 break
-            if batch.failures or not policy.loop_until_exit or self._new_arrivals or pace.time_is_up():
+            if batch.failures or not policy.loop_until_exit or self._new_arrivals or budget.time_is_up():
                 break
         counters.engine_seconds += time.perf_counter() - started
-        counters.calls += batch.calls - calls_before
+        counters.stage_passes += batch.stage_passes - passes_before
         counters.rows += batch.rows_computed - rows_before
         if not batch.chunks:
             self.batches.remove(batch)
         return done
 
-    def _append_tokens(self, done: Iterable[InFlight]) -> None:
+    def _append_tokens(self, done: Iterable[Chunk]) -> None:
         """Sample the next tokens of the requests whose prefill is done: one, or with speculation one for each row of a verification."""
-        ready: list[tuple[Request, InFlight, list[Draw]]] = []
+        ready: list[tuple[Request, Chunk, list[SamplingKey]]] = []
         for chunk in done:
             request = chunk.request
             assert request is not None
             self._in_batch.discard(request)
-            drafter = None if request.in_prefill else self._drafters.get(request)
+            speculator = None if request.in_prefill else self._speculators.get(request)
             if request.in_prefill:
                 request.n_computed += chunk.part.count
                 request.prompt_steps += chunk.steps_of_tokens()
                 self.counters.processed_tokens += chunk.part.count
                 if request.in_prefill:
                     continue
-            ready.append((request, chunk, [request.draw()] if drafter is None else drafter.draws(chunk.part.cache, chunk.part.count)))
+            part = chunk.part
+            keys = [request.sampling_key()] if speculator is None else speculator.sampling_keys(part.cache, part.count)
+            ready.append((request, chunk, keys))
         if not ready:
             return
         with torch.inference_mode(), self.counters.timed():
-            final = [chunk.final_states[-len(draws) :] for _, chunk, draws in ready]
+            final = [chunk.final_states[-len(keys) :] for _, chunk, keys in ready]
             states = final[0] if len(ready) == 1 else torch.cat(final)
             logits = self.engine.model.head(states).float()
-            sampled = sample(logits, [draw for _, _, draws in ready for draw in draws])
+            sampled = sample(logits, [key for _, _, keys in ready for key in keys])
         last = 0
-        for request, chunk, draws in ready:
-            first, last = last, last + len(draws)
-            drafter = self._drafters.get(request)
-            if drafter is not None and drafter.is_draft(chunk.part.cache):
-                drafter.add_draft(sampled.tokens[first], chunk.steps)
+        for request, chunk, keys in ready:
+            first, last = last, last + len(keys)
+            speculator = self._speculators.get(request)
+            if speculator is not None and speculator.is_draft(chunk.part.cache):
+                speculator.add_draft(sampled.tokens[first], chunk.steps)
             else:
                 self._append_row_tokens(request, chunk, sampled, logits, range(first, last))
 
-    def _append_row_tokens(self, request: Request, chunk: InFlight, sampled: Sampled, logits: Tensor, rows: range) -> None:
+    def _append_row_tokens(self, request: Request, chunk: Chunk, sampled: Sampled, logits: Tensor, rows: range) -> None:
         """Append the tokens that were sampled from the last rows of a chunk, until one of them is not the token of the next row."""
         n, first_new = chunk.part.count, len(request.tokens)
-        tokens, steps = chunk.ids[1].tolist(), chunk.steps_of_tokens()
+        tokens, steps = chunk.positions_and_tokens[1].tolist(), chunk.steps_of_tokens()
         for i, row in enumerate(rows, start=n - len(rows)):
             if not sampled.finite[row]:
                 self._finish(request, "error", UserError(NOT_FINITE))
@@ -267,25 +272,25 @@ class Scheduler:
                 self.counters.processed_tokens += 1
             request.append(sampled.tokens[row], logits[row], steps[i])
             self.counters.tokens += 1
-            if not request.finish and request.on_token is not None:
-                request.on_token(request)  # it may set `finish`
-            if request.finish or i + 1 == n or sampled.tokens[row] != tokens[i + 1]:
+            if not request.finish_reason and request.on_token is not None:
+                request.on_token(request)  # it may set `finish_reason`
+            if request.finish_reason or i + 1 == n or sampled.tokens[row] != tokens[i + 1]:
                 break
-        if first_new and (drafter := self._drafters.get(request)) is not None:
-            drafter.verified(len(request.tokens) - first_new, chunk.steps)
-            if drafter.wave is not None:
+        if first_new and (speculator := self._speculators.get(request)) is not None:
+            speculator.on_verified(len(request.tokens) - first_new, chunk.steps)
+            if speculator.wave is not None:
                 self._in_batch.add(request)
-        if request.finish:
-            self._finish(request, request.finish)
+        if request.finish_reason:
+            self._finish(request, request.finish_reason)
 
     def _handle_failures(self, batch: Batch) -> None:
         """End the requests of a batch that have failed. One that failed on guesses goes on without them."""
         failures, batch.failures = batch.failures, []
         for request, error in failures:
-            drafter = self._drafters.get(request)
-            if drafter is not None and not request.in_prefill and drafter.abandon():
+            speculator = self._speculators.get(request)
+            if speculator is not None and not request.in_prefill and speculator.abandon():
                 self._drop_tokens(request)
-                del self._drafters[request]
+                del self._speculators[request]
                 continue
             if not self.isolate_errors:
                 raise error
@@ -294,19 +299,19 @@ class Scheduler:
 
     # -- finishing -----------------------------------------------------------------------------------------------
 
-    def _finish(self, request: Request, finish: str, error: Exception | None = None) -> None:
+    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
         """End a running request."""
         request.ended = time.perf_counter()
         self._drop_tokens(request)
-        self._drafters.pop(request, None)
+        self._speculators.pop(request, None)
         cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until a request ends
         self.peak_cache_bytes = max(self.peak_cache_bytes, cache_bytes)
         self.running.remove(request)
         self.fair.end(request, self._bytes(request))
         request.cache = None
         self.counters.finished += 1
-        self.counters.speculation += request.speculation
-        request.error, request.finish = error, finish
+        self.counters.speculation_stats += request.speculation_stats
+        request.error, request.finish_reason = error, reason
         if request.on_token is not None:
             request.on_token(request)
 
@@ -333,7 +338,7 @@ class Scheduler:
             if cancelled:
                 self.waiting = deque(request for request in self.waiting if not request.cancelled)
         for request in cancelled:
-            request.finish = "cancelled"
+            request.finish_reason = "cancelled"
             if request.on_token is not None:
                 request.on_token(request)
         for request in [request for request in self.running if request.cancelled]:
@@ -345,7 +350,7 @@ class Scheduler:
         with self._lock:
             self._new_arrivals.set(False)
             while self.waiting and (
-                request := self.fair.next(self.waiting, self.running, self.max_num_seqs, self.cache_bytes, self._bytes)
+                request := self.fair.next_request(self.waiting, self.running, self.max_num_seqs, self.cache_bytes, self._bytes)
             ):
                 self.waiting.remove(request)
                 self.fair.begin(request, self._bytes(request))
@@ -358,7 +363,7 @@ class Scheduler:
                 request.cache = self.engine.new_cache(request.capacity, request.params)
                 request.cache.allocate()  # now, so that a failure belongs to this request
                 if self._can_speculate(request):
-                    self._drafters[request] = Drafter(request, self.engine)
+                    self._speculators[request] = Speculator(request, self.engine)
             except Exception as error:
                 if not self.isolate_errors:
                     raise

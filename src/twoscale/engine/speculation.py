@@ -7,9 +7,9 @@
     draft:m      m tokens are guessed at a small depth, then verified in one pass at full depth
     lookup:n     where the last n tokens have occurred before, the tokens that followed them there are the guess
     wavefront    one loop group: the next position enters the loop on a guess while those before it are still inside
-    auto         one of these or none, by what is measured
+    auto         draft, lookup or off, chosen for every cycle from measured acceptance and costs; never wavefront
 
-A value of this module is part of a request. What it does while decoding is in `drafting` and `wavefront`.
+A value of this module is part of a request. What it does while decoding is in `speculator` and `wavefront`.
 """
 
 import re
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DRAFT_STEPS = 2  # loop steps of a drafted token in each group
 WAVE_STEPS = 4  # loop steps after which the wavefront guesses
-LOOKUP_TOKENS = 8  # most tokens that a lookup guesses
+LOOKUP_TOKENS = 8  # a lookup guesses at most this many tokens
 CHOICES = "off, auto, wavefront, draft:m or lookup:n"
 
 
@@ -34,7 +34,7 @@ class Speculation:
     def problem(self, config: ModelConfig, params: "LoopParams") -> str | None:
         """Why this cannot be used with a model and loop parameters, in words for the user; None if it can."""
         if params.kv != "exact":
-            return f"speculation is exact with kv=exact only, not with kv={params.kv}: omit kv, or speculate=off"
+            return f"speculation is exact with kv=exact only, not with kv={params.kv}: omit kv, or use speculate=off"
         if params.token_by_token:
             return "this exit rule runs the coda for one token at a time (read=coda): use read=lens, or speculate=off"
         return None
@@ -53,7 +53,7 @@ class Off(Speculation):
 
 @dataclass(frozen=True)
 class Auto(Speculation):
-    """Speculation where it is measured to pay; never an error."""
+    """Draft or lookup where it is measured to pay, otherwise off; never an error."""
 
     def __str__(self) -> str:
         return "auto"
@@ -104,14 +104,15 @@ class Lookup(Speculation):
 
 @dataclass(frozen=True)
 class Wavefront(Speculation):
-    """Positions enter the loop on guesses that are read after `steps` loop steps, `width` positions at most at a time."""
+    """The next position enters the loop on a guess, sampled from the state of the one before after `steps` loop steps."""
 
     steps: int = WAVE_STEPS
-    width: int = 8
+    max_positions: int = 8
+    """Positions in the loop at a time."""
 
     def __post_init__(self) -> None:
         _at_least_one(str(self), self.steps, "loop steps before a guess")
-        _at_least_one(str(self), self.width, "positions in the loop")
+        _at_least_one(str(self), self.max_positions, "positions in the loop")
 
     def __str__(self) -> str:
         return "wavefront"
@@ -126,7 +127,7 @@ OFF = Off()
 
 
 def parse_speculation(value: "str | Speculation") -> Speculation:
-    """The value that a user has written; UserError with the choices if it is none."""
+    """The value that a user has written; UserError with the choices if it is not one of them."""
     if isinstance(value, Speculation):
         return value
     named: dict[str, Speculation] = {"off": OFF, "auto": Auto(), "wavefront": Wavefront()}
@@ -149,16 +150,18 @@ def check_speculation(value: "str | Speculation", config: ModelConfig, params: "
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """What speculation did, for one request or several (they can be added)."""
+    """Counts of guesses, for one request or several (they can be added)."""
 
     drafted: int = 0
-    """Tokens that were guessed and then began their way through the network at full depth."""
+    """Guesses submitted for verification: they entered the network at full depth. Some are dropped before their verification ends."""
     accepted: int = 0
     """Guesses that were right: what plain decoding would have drawn."""
     rewound: int = 0
-    """Positions that were computed on a wrong guess and taken back."""
+    """Positions computed on a wrong guess, or dropped with it, and removed from the cache."""
     calls: int = 0
-    """Calls of the engine after the prompt, with any number of rows: loop steps and passes through plain layers, drafts included."""
+    """Stage passes after the prompt, with any number of rows: loop steps and passes through plain layers, drafts included.
+
+    0 for a request that never speculates. A pass that fails and is abandoned is not counted."""
 
     @property
     def acceptance(self) -> float:
@@ -171,7 +174,7 @@ class SpeculationStats:
         )
 
 
-NOTHING = SpeculationStats()
+NO_SPECULATION_STATS = SpeculationStats()
 
 
 def _at_least_one(text: str, value: object, what: str) -> None:

@@ -41,9 +41,9 @@ class TextStream:
 
     def _add(self, piece: str) -> None:
         text = self.pending + piece
-        found = [at for word in self.stop if (at := text.find(word)) >= 0]
-        if found:
-            self.text, self.pending, self.stopped = self.text + text[: min(found)], "", True
+        stop_indices = [index for stop_string in self.stop if (index := text.find(stop_string)) >= 0]
+        if stop_indices:
+            self.text, self.pending, self.stopped = self.text + text[: min(stop_indices)], "", True
             return
-        keep = max((n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+        keep = max((n for stop_string in self.stop for n in range(1, len(stop_string)) if text.endswith(stop_string[:n])), default=0)
         self.text, self.pending = self.text + text[: len(text) - keep], text[len(text) - keep :]

@@ -1,7 +1,7 @@
 """Exit rules: when a token may leave a loop group. All are frozen dataclasses; a rule of your own subclasses `Rule`."""
 
 from twoscale.exits.baselines import AnswersOnly, Oracle, RandomExit
-from twoscale.exits.choose import NAMES, Exit, kind_of, name_of, parse, plan, spell
+from twoscale.exits.choose import NAMES, Exit, name_of, parse, rule_class, rules_per_group, spell
 from twoscale.exits.learned import Learned
 from twoscale.exits.logits import KL, ArgmaxStable, Confidence, Entropy, MinPKL
 from twoscale.exits.rule import Rule, RuleState, StepView, Threshold
@@ -28,9 +28,9 @@ __all__ = [
     "StepNorm",
     "StepView",
     "Threshold",
-    "kind_of",
     "name_of",
     "parse",
-    "plan",
+    "rule_class",
+    "rules_per_group",
     "spell",
 ]

@@ -1,7 +1,7 @@
 """From what a caller says to one rule for each group.
 
-exits.plan(Acceleration(1e-2), 3)                     # the same for all
-exits.plan({0: StepNorm(1e-3), 2: Fixed(4)}, 3)       # group 1 runs all its loops
+exits.rules_per_group(Acceleration(1e-2), 3)                     # the same for all
+exits.rules_per_group({0: StepNorm(1e-3), 2: Fixed(4)}, 3)       # group 1 runs all its loops
 exits.parse("acceleration:0.01,normalize=steps")      # as the command line writes it
 """
 
@@ -35,7 +35,7 @@ NAMES: dict[str, type[Rule]] = {
 Exit = Rule | str | Mapping[int, Rule | str]
 
 
-def plan(exit: Exit | None, n_groups: int) -> tuple[Rule | None, ...]:
+def rules_per_group(exit: Exit | None, n_groups: int) -> tuple[Rule | None, ...]:
     """One rule (or none) for each group."""
     if exit is None:
         return (None,) * n_groups
@@ -58,7 +58,7 @@ def _rule(value: object) -> Rule:
     return value
 
 
-def kind_of(text: str) -> type[Rule]:
+def rule_class(text: str) -> type[Rule]:
     """Which rule a text names, whatever its settings."""
     name = text.strip().partition(":")[0]
     kind = NAMES.get(name.strip().lower().replace("_", "-"))
@@ -69,7 +69,7 @@ def kind_of(text: str) -> type[Rule]:
 
 def parse(text: str, **known: Any) -> Rule:
     """A rule from its name and settings: NAME, NAME:VALUE or NAME:VALUE,setting=value,...; `known` are settings that words do not hold."""
-    kind, (name, _, rest) = kind_of(text), text.strip().partition(":")
+    kind, (name, _, rest) = rule_class(text), text.strip().partition(":")
     fields = {f.name: f for f in dataclasses.fields(kind)}
     settings: dict[str, Any] = {key: value for key, value in known.items() if key in fields}
     for i, part in enumerate(filter(None, (word.strip() for word in rest.split(",")))):

@@ -24,7 +24,7 @@ from twoscale.config.serial import read_json
 from twoscale.exits import statistics
 from twoscale.exits.rule import Numbers, StepView, Threshold
 from twoscale.exits.statistics import Condition
-from twoscale.geometry.steps import beside, cosine_of
+from twoscale.geometry.steps import cosine_of, ratio
 
 FEATURES = ("bias", "log step", "log acceleration", "log ratio", "cosine", "log k", "log step x log k")
 """What the head sees: steps and accelerations beside the state, the step beside the one before, the angle between them, and k."""
@@ -32,12 +32,12 @@ FEATURES = ("bias", "log step", "log acceleration", "log ratio", "cosine", "log 
 
 def features(view: StepView) -> list[Numbers]:
     """The features of each token after a step, in the order of FEATURES; NaN at its first step, where there is none to compare."""
-    step, last, acceleration, state = view.step_norm, view.last_step_norm, view.acceleration, view.state_norm
+    step, previous, acceleration, state = view.step_norm, view.previous_step_norm, view.acceleration, view.state_norm
     log = _log if isinstance(step, Tensor) else _log_of_number
     k = view.k
     depth = torch.log(k.float()) if isinstance(k, Tensor) else math.log(k)
-    relative, turned = log(beside(step, state)), cosine_of(step, last, acceleration)
-    return [1.0, relative, log(beside(acceleration, state)), log(beside(step, last)), turned, depth, relative * depth]
+    relative, turned = log(ratio(step, state)), cosine_of(step, previous, acceleration)
+    return [1.0, relative, log(ratio(acceleration, state)), log(ratio(step, previous)), turned, depth, relative * depth]
 
 
 HIDDEN = 8

@@ -32,12 +32,13 @@ from twoscale.geometry.steps import length
 Reading = Literal["lens", "coda"]
 MAX_COUNT = 1_000_000
 
-# (before, after, last step) (N, C) -> ||D||, ||D - last||, ||last||, ||before||, ||after||; `last` becomes D
-Meter = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
+# (before, after, previous_step) (N, C) -> ||D||, ||D - previous_step||, ||previous_step||, ||before||, ||after|| for D = after - before;
+# D is stored in previous_step
+StepNormsFunction = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
 
 
 class Tokens(Protocol):
-    """Who the rows of a look are."""
+    """What a rule may know of the rows besides their states."""
 
     @property
     def k(self) -> Tensor:
@@ -48,8 +49,8 @@ class Tokens(Protocol):
         """The same as one number, where all rows have it."""
 
     @property
-    def sequences(self) -> Tensor:
-        """The rows' places in the caller's batch, int64 (N,)."""
+    def batch_indices(self) -> Tensor:
+        """The indices of the rows' sequences in the caller's batch, int64 (N,)."""
 
     @property
     def positions(self) -> Tensor:
@@ -83,8 +84,9 @@ class StepView:
         norms: Sequence[Numbers] | None = None,
         index: Tensor | None = None,
     ) -> None:
-        """`last` is what the rule remembered of these tokens one step ago; NaN at a token's first step. With `index` (int64, (N,)) the
-        tokens are these rows of `before` and `after`, which are gathered when a rule asks for them. `norms` are a Meter's."""
+        """`last` is what the rule remembered of these tokens one step ago; NaN at a token's first step. `norms` is the result of a
+        StepNormsFunction. With `index` (int64, (N,)) the tokens are these rows of `before` and `after`, which are gathered when a rule asks
+        for them."""
         self.group, self.rows, self.last, self._read, self.norms = group, rows, last, read, norms
         self._before, self._after, self._index = before, after, index
         self._kept: dict[str, Tensor] | None = None
@@ -127,12 +129,12 @@ class StepView:
 
     @property
     def acceleration(self) -> Numbers:
-        """||D - the step before||, for a rule that follows steps."""
+        """||D - previous step||, for a rule that follows steps."""
         return length(self.step - self.last) if self.norms is None else self.norms[1]
 
     @property
-    def last_step_norm(self) -> Numbers:
-        """The length of the step before, for a rule that follows steps."""
+    def previous_step_norm(self) -> Numbers:
+        """The norm of the previous step, for a rule that follows steps."""
         return length(self.last.expand_as(self.step)) if self.norms is None else self.norms[2]
 
     @property
@@ -181,7 +183,7 @@ class Rule:
     """The state that a leaving token takes along: the one it has just computed, or the one before, as the paper prints."""
 
     follows_steps: ClassVar[bool] = False
-    """Whether the rule compares steps by the norms of `StepView` (`acceleration`, `last_step_norm`); the step is then remembered
+    """Whether the rule compares steps by the norms of `StepView` (`acceleration`, `previous_step_norm`); the step is then remembered
     for it, and `view.last`, which may hold the new step already, is not for it to read."""
     token_by_token: ClassVar[bool] = False
     """Whether tokens of one sequence must be finished one after the other (a rule that reads through the coda)."""
@@ -246,7 +248,8 @@ class RuleState:
     def __init__(self, rule: Rule, evaluator: Evaluator | None = None) -> None:
         """`evaluator` is the kernels' own computation of what the rule measures."""
         self.rule, self.evaluator = rule, evaluator
-        self.last = _NOTHING
+        self.remembered = _NOTHING
+        """What `Rule.remember` returned after the previous step, one row for each token; a scalar NaN before the first."""
         self.streak: Tensor | int = 0
 
     def update(
@@ -261,22 +264,22 @@ class RuleState:
     ) -> Tensor | bool:
         """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all.
 
-        `norms` are a Meter's for a rule that follows steps; without them the rule's state remembers the steps. With `index` the tokens
-        are these rows of `before` and `after`.
+        `norms` is the result of a StepNormsFunction, for a rule that follows steps; without it the rule's state remembers the steps. With
+        `index` the tokens are these rows of `before` and `after`.
         """
         rule = self.rule
-        if self.last.device != after.device:
-            self.last = self.last.to(after.device)
+        if self.remembered.device != after.device:
+            self.remembered = self.remembered.to(after.device)
             self.streak = self.streak.to(after.device) if isinstance(self.streak, Tensor) else self.streak
-        view = StepView(group, rows, before, after, self.last, read, norms, index)
+        view = StepView(group, rows, before, after, self.remembered, read, norms, index)
         if self.evaluator is not None:
-            value, self.last = self.evaluator(view)
+            value, self.remembered = self.evaluator(view)
             return self.count(rule.passes(value), view.k)
         passed = rule.passes(rule.measure(view))
         if norms is None:
-            remembered = view.step if rule.follows_steps else rule.remember(view)
-            if remembered is not None:
-                self.last = remembered
+            new = view.step if rule.follows_steps else rule.remember(view)
+            if new is not None:
+                self.remembered = new
         return self.count(passed, view.k)
 
     def count(self, passed: Tensor | bool, k: Tensor | int) -> Tensor | bool:
@@ -292,19 +295,19 @@ class RuleState:
 
     def set_streaks(self, streaks: list[int]) -> None:
         """For a caller who counts them by itself."""
-        self.streak = streaks[0] if len(streaks) == 1 else torch.tensor(streaks, device=self.last.device)
+        self.streak = streaks[0] if len(streaks) == 1 else torch.tensor(streaks, device=self.remembered.device)
 
     def take(self, rows: Tensor) -> None:
         """Only these rows (int64) stay."""
-        if self.last.dim():
-            self.last = self.last.index_select(0, rows)
+        if self.remembered.dim():
+            self.remembered = self.remembered.index_select(0, rows)
         if isinstance(self.streak, Tensor) and self.streak.dim():
             self.streak = self.streak[rows]
 
     def admit(self, inside: int, new: int) -> None:
         """New tokens, at their first step, join those inside."""
-        if self.last.dim():
-            assert len(self.last) == inside
-            self.last = torch.cat((self.last, self.last.new_full((new, *self.last.shape[1:]), math.nan)))
-        streak = torch.as_tensor(self.streak, device=self.last.device).expand(inside)
+        if self.remembered.dim():
+            assert len(self.remembered) == inside
+            self.remembered = torch.cat((self.remembered, self.remembered.new_full((new, *self.remembered.shape[1:]), math.nan)))
+        streak = torch.as_tensor(self.streak, device=self.remembered.device).expand(inside)
         self.streak = torch.cat((streak, streak.new_zeros(new)))

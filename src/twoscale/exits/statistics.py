@@ -1,7 +1,7 @@
 """The statistics of a step that exit rules compare with a threshold, each defined once, and the condition of a rule as a value.
 
 A rule whose test is "statistic below tau" (or above it) has a `Condition`. The C kernels read it and check it themselves; all others call
-the rule's `measure` and `passes`, which are the definition. `code` is a statistic's number in engine/kernels/statistics.c.
+the rule's `measure` and `passes`, which are the definition. `Statistic.code` must match the enum in engine/kernels/statistics.c.
 """
 
 from array import array
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from twoscale.geometry.steps import beside, cosine_distance
+from twoscale.geometry.steps import cosine_distance, ratio
 
 if TYPE_CHECKING:
     from twoscale.exits.rule import Numbers, Rule, StepView
@@ -26,14 +26,14 @@ class Statistic:
     reads_logits: bool = False
     """Whether it is computed from the logits that final norm and head give for the state."""
     remembers: Literal["nothing", "number", "distribution"] = "nothing"
-    """What is kept of a token until its next step, besides the step itself."""
+    """What is kept of a token until its next step (`RuleState.remembered`), besides the step itself."""
 
 
 STEP_NORM = Statistic(0, lambda view: view.step_norm)
-STEP_NORM_BY_STATE = Statistic(1, lambda view: beside(view.step_norm, view.state_norm))
+STEP_NORM_BY_STATE = Statistic(1, lambda view: ratio(view.step_norm, view.state_norm))
 ACCELERATION = Statistic(2, lambda view: view.acceleration)
-ACCELERATION_BY_STEPS = Statistic(3, lambda view: beside(view.acceleration, view.step_norm, view.last_step_norm))
-ACCELERATION_BY_STATE = Statistic(4, lambda view: beside(view.acceleration, view.state_norm))
+ACCELERATION_BY_STEPS = Statistic(3, lambda view: ratio(view.acceleration, view.step_norm, view.previous_step_norm))
+ACCELERATION_BY_STATE = Statistic(4, lambda view: ratio(view.acceleration, view.state_norm))
 COSINE_DISTANCE = Statistic(5, lambda view: cosine_distance(view.step_norm, view.state_norm, view.new_state_norm))
 MINUS_STEPS = Statistic(6)
 """Minus the applications of the group's map so far."""

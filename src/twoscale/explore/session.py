@@ -17,7 +17,7 @@ from twoscale import exits
 from twoscale.config import UserError
 from twoscale.data import Pieces, Tokenizer
 from twoscale.engine import Request, SamplingParams, forward, loop_params, stream
-from twoscale.engine.request import Draw
+from twoscale.engine.request import SamplingKey
 from twoscale.engine.sample import sample
 from twoscale.geometry import pca, steps as step_statistics
 from twoscale.geometry.record import group_names
@@ -261,14 +261,17 @@ class Session:
             lane.answers.append(Said(ids, [self.tokenizer.decode([t]) for t in ids], [math.exp(p) for _, p in best], math.exp(own)))
             lane.pieces.append(spelt.add(now.tokens[i]))
             lane.passes.append(number)
-        lane.guesses = now.speculation.drafted, now.speculation.accepted
-        lane.done = bool(now.finish)
+        lane.guesses = now.speculation_stats.drafted, now.speculation_stats.accepted
+        lane.done = bool(now.finish_reason)
+        if lane.done:
+            lane.pieces[-1] += spelt.rest()
 
+    @torch.inference_mode()
     def _others(self, lane: Lane, loops: tuple[int, ...], sampling: SamplingParams, seed: int) -> dict[int, Other]:
         """Where the full run, reading the same text, would have chosen another token: one parallel pass."""
         first = len(lane.prompt)
         logits = forward(self.model, [lane.ids[:-1]], loops=loops, seed=seed).logits[0, first - 1 :]
-        chosen = sample(logits, [Draw(sampling, token_index=i) for i in range(len(logits))]).tokens
+        chosen = sample(logits, [SamplingKey(sampling, token_index=i) for i in range(len(logits))]).tokens
         shares = torch.softmax(logits, dim=-1)
         return {
             first + i: Other(self.tokenizer.decode([c]), float(shares[i, c]), float(shares[i, lane.ids[first + i]]), lane.answers[i].chosen)

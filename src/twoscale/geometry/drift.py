@@ -8,7 +8,7 @@ reading is zero. `settled` (where the next group ends) can be wrong in both dire
 import torch
 from torch import Tensor
 
-from twoscale.geometry.steps import Steps, _checked, _ratio, length
+from twoscale.geometry.steps import Steps, _checked, _ratio_or_nan, length
 
 LEADING = "settled_k1"
 WHAT = {
@@ -37,5 +37,5 @@ def drift_to_loop(
     for name, end in ends.items():
         if end is not None:
             drift = length(end.to(last) - last)
-            ratios |= {name + suffix: _ratio(drift, mean) for suffix, mean in below.items()}
+            ratios |= {name + suffix: _ratio_or_nan(drift, mean) for suffix, mean in below.items()}
     return ratios

@@ -38,24 +38,24 @@ def length(x: Tensor) -> Tensor:
 N = TypeVar("N", Tensor, Tensor | float)
 
 
-def beside(norm: N, *others: N) -> N:
-    """A norm beside other ones: norm / (their sum + eps). Plain numbers do too."""
+def ratio(norm: N, *others: N) -> N:
+    """norm / (sum of the others + eps), for tensors or plain numbers."""
     return norm / (sum(others) + EPS)
 
 
-def cosine_of(norm: N, last: N, acceleration: N) -> N:
-    """The cosine between two steps from their norms and that of their difference. Plain numbers do too."""
-    return (norm * norm + last * last - acceleration * acceleration) / (2 * norm * last + EPS)
+def cosine_of(norm: N, previous: N, acceleration: N) -> N:
+    """The cosine between a step and the previous one from their norms and that of their difference, for tensors or plain numbers."""
+    return (norm * norm + previous * previous - acceleration * acceleration) / (2 * norm * previous + EPS)
 
 
 def cosine_distance(difference: N, norm: N, other: N) -> N:
-    """1 - cos of two vectors from the norm of their difference and their own norms; 1 if one of them is zero. Plain numbers do too.
+    """1 - cos of two vectors from the norm of their difference and their own norms; 1 if one of them is zero. For tensors or plain numbers.
 
     As (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|): 1 - cos itself loses all digits where it is small."""
     return (difference * difference - (norm - other) * (norm - other) + EPS) / (2 * norm * other + EPS)
 
 
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
+def _ratio_or_nan(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and NaN where b is zero."""
     return torch.where(b > 0, a / b.clamp(min=torch.finfo(b.dtype).tiny), torch.full_like(a, math.nan))
 
@@ -82,12 +82,12 @@ class Steps:
 
     @cached_property
     def relative(self) -> Tensor:
-        return beside(self.norms, self.state_norms[:-1])
+        return ratio(self.norms, self.state_norms[:-1])
 
     @cached_property
     def cosines(self) -> Tensor:
         dots = (self.steps[1:] * self.steps[:-1]).sum(dim=-1)
-        return _ratio(dots, self.norms[1:] * self.norms[:-1]).clamp(-1, 1)
+        return _ratio_or_nan(dots, self.norms[1:] * self.norms[:-1]).clamp(-1, 1)
 
     @cached_property
     def accelerations(self) -> Tensor:
@@ -97,9 +97,9 @@ class Steps:
         if normalize is None:
             return self.accelerations
         if normalize == "steps":
-            return beside(self.accelerations, self.norms[1:], self.norms[:-1])
+            return ratio(self.accelerations, self.norms[1:], self.norms[:-1])
         if normalize == "state":
-            return beside(self.accelerations, self.state_norms[1:-1])
+            return ratio(self.accelerations, self.state_norms[1:-1])
         raise UserError(f"normalize = {normalize!r}: choose None, 'steps' or 'state'")
 
     @cached_property
@@ -157,7 +157,7 @@ def contraction_rate(gaps: Tensor, floor: Tensor | float = 0.0) -> Tensor:
     log = torch.where(used, gaps.clamp(min=torch.finfo(gaps.dtype).tiny).log(), torch.zeros_like(gaps))
     centre = torch.where(used, k, torch.zeros_like(k)).sum(dim=0) / n.clamp(min=1)
     spread = torch.where(used, k - centre, torch.zeros_like(k))
-    slope = _ratio((spread * log).sum(dim=0), (spread**2).sum(dim=0))
+    slope = _ratio_or_nan((spread * log).sum(dim=0), (spread**2).sum(dim=0))
     return slope.exp()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from twoscale.config import ModelConfig, UserError
 from twoscale.config.dtypes import DtypeChoice, WeightDtype
-from twoscale.engine.kernels.quantize import WeightStore, inference_outline, matrices_of
+from twoscale.engine.kernels.quantize import QuantizedModelBuilder, empty_inference_model, matrices_of
 from twoscale.interop.weights import Weights
 from twoscale.model import LoopedGPT, allocate
 from twoscale.model.quantized import Matrix, scales_shape
@@ -35,7 +35,7 @@ class Content:
     sizes: dict[str, int]
     """Entries of each weight."""
     read: dict[str, Callable[[], Tensor | Matrix]]
-    """Names as in LoopedGPT, or as in `inference_outline` where the folder is quantised."""
+    """Names as in LoopedGPT, or as in `empty_inference_model` where the folder is quantised."""
     quantized: bool = False
     """Whether `twoscale convert --dtype` made the folder."""
 
@@ -55,7 +55,7 @@ def plain_content(
 
 def quantized_content(config: ModelConfig, weights: Weights, dtype: WeightDtype, prefix: str) -> Content:
     """Weights of a folder that `twoscale convert --dtype` made."""
-    folder, outline = weights.folder, inference_outline(config)
+    folder, outline = weights.folder, empty_inference_model(config)
     matrices = matrices_of(outline)
     scales = {f"{name}{SCALE}" for name in matrices} if dtype == "int8" else set()
     shapes = {name.removeprefix(prefix): shape for name, shape in weights.shapes.items()}
@@ -97,15 +97,15 @@ def fill(content: Content, dtype: DtypeChoice, device: torch.device) -> LoopedGP
         model = fill_plain(content, torch.bfloat16, device)
         model.weight_dtype = "bf16"
         return model
-    store = WeightStore(content.config, chosen, device)
+    builder = QuantizedModelBuilder(content.config, chosen, device)
     as_stored = (chosen == "w8a8" or chosen == "int8") and content.dtype == "int8"
     for name in content.by_size():
         weight = content.read[name]()
-        store.put(name, weight if as_stored or isinstance(weight, Tensor) else weight.dequantize())
+        builder.put(name, weight if as_stored or isinstance(weight, Tensor) else weight.dequantize())
         del weight
         if content.sizes[name] >= LARGE:
             _return_freed_memory()
-    return store.model
+    return builder.model
 
 
 def _return_freed_memory() -> None:

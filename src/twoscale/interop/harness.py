@@ -23,7 +23,7 @@ from twoscale.config import UserError
 from twoscale.data import Tokenizer
 from twoscale.engine import Request, SamplingParams, forward, loop_params
 from twoscale.engine.generate import offline_scheduler, track_tokens
-from twoscale.engine.request import Client
+from twoscale.engine.request import RequestGroup
 from twoscale.engine.scheduler import run_until_done
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        params, client = loop_params(self.looped, exit=self.exit, loops=self.loops), Client()
+        params, request_group = loop_params(self.looped, exit=self.exit, loops=self.loops), RequestGroup()
         own, streams = [], []
         for request in requests:
             prompt, options = request.args
@@ -109,7 +109,7 @@ class HarnessModel(TemplateLM):
                 stop_token_ids=frozenset({self.eot_token_id}),
                 stop=tuple(stop for stop in stops if stop),
             )
-            own.append(Request(ids, sampling, params, client=client))
+            own.append(Request(ids, sampling, params, request_group=request_group))
             streams.append(track_tokens(own[-1], self.own_tokenizer))
         run_until_done(offline_scheduler(self.looped), own)
         for request in own:

@@ -20,7 +20,7 @@ from twoscale.interop.families import FAMILIES, Ours
 from twoscale.interop.fill import Content, fill, plain_content, quantized_content
 from twoscale.interop.weights import Outline, ShardedWeights, Weights
 from twoscale.model import LoopedGPT
-from twoscale.model.quantized import GROUP
+from twoscale.model.quantized import SCALE_BLOCK
 from twoscale.tradeoff.load_run import StoredCalibration
 from twoscale.train import checkpoint as ckpt
 
@@ -85,8 +85,9 @@ def _stored_dtype(settings: dict[str, Any], folder: Path) -> WeightDtype | None:
     dtype = about.get("dtype") if isinstance(about, dict) else None
     if dtype not in ("bf16", "int8"):
         raise UserError(f"{folder / ckpt.CONFIG}: {QUANTIZATION}.dtype = {dtype!r}, but it must be bf16 or int8: convert the model again")
-    if dtype == "int8" and about.get("group_size") != GROUP:
-        raise UserError(f"{folder / ckpt.CONFIG}: {QUANTIZATION}.group_size = {about.get('group_size')!r}, but only {GROUP} is supported")
+    if dtype == "int8" and about.get("group_size") != SCALE_BLOCK:
+        size = about.get("group_size")
+        raise UserError(f"{folder / ckpt.CONFIG}: {QUANTIZATION}.group_size = {size!r}, but only {SCALE_BLOCK} is supported")
     return dtype  # type: ignore[no-any-return]
 
 

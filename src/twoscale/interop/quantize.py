@@ -30,11 +30,11 @@ from twoscale.config.run_folder import CARD, CONFIG, RunFolder
 from twoscale.config.serial import to_dict
 from twoscale.config.words import group_list, plural
 from twoscale.data import Tokenizer
-from twoscale.engine.kernels.quantize import inference_outline, matrices_of, quantize
+from twoscale.engine.kernels.quantize import empty_inference_model, matrices_of, quantize
 from twoscale.interop.fill import SCALE, Content
 from twoscale.interop.load import PREFIX, QUANTIZATION, find, read_folder
 from twoscale.interop.weights import INDEX
-from twoscale.model.quantized import GROUP, Matrix, quantize_matrix
+from twoscale.model.quantized import SCALE_BLOCK, Matrix, quantize_matrix
 from twoscale.tasks.file import load_task, save_task
 from twoscale.tradeoff.evaluate import describe, evaluate
 from twoscale.tradeoff.load_run import load_run
@@ -104,7 +104,7 @@ def convert_dtype(source: str | Path, out: Path, dtype: WeightDtype) -> Path:
 
 
 def _write_weights(content: Content, folder: Path, dtype: WeightDtype) -> list[Rounding]:
-    matrices, writer, roundings = matrices_of(inference_outline(content.config)), ShardWriter(folder), []
+    matrices, writer, roundings = matrices_of(empty_inference_model(content.config)), ShardWriter(folder), []
     for name in content.by_size():
         for own_name, weight in _halves(name, content.read[name]()):
             if own_name not in matrices:
@@ -123,7 +123,7 @@ def _write_weights(content: Content, folder: Path, dtype: WeightDtype) -> list[R
 
 
 def _halves(name: str, weight: Tensor | Matrix) -> Iterator[tuple[str, Tensor]]:
-    """A weight by its names in `inference_outline`."""
+    """A weight by its names in `empty_inference_model`."""
     assert isinstance(weight, Tensor)
     if name.endswith(".adapter.weight"):
         for half, columns in zip(("of_state", "of_input"), weight.chunk(2, dim=1), strict=True):
@@ -147,7 +147,7 @@ def _write_settings(content: Content, checkpoint: Path, folder: Path, out: Path,
     """config.json, and the tokenizer and the task where there are any."""
     settings: dict[str, Any] = {
         "model_type": "twoscale", "architectures": ["TwoscaleForCausalLM"], "twoscale_version": __version__,
-        QUANTIZATION: {"dtype": dtype} | ({"group_size": GROUP} if dtype == "int8" else {}), "twoscale": to_dict(content.config),
+        QUANTIZATION: {"dtype": dtype} | ({"group_size": SCALE_BLOCK} if dtype == "int8" else {}), "twoscale": to_dict(content.config),
     }  # fmt: skip
     if RunFolder(checkpoint).tokenizer.exists():
         tokenizer = Tokenizer.load(checkpoint)

@@ -1,10 +1,10 @@
 """Weight matrices in fewer bits, and the modules that compute with them by torch's operators: the reference for the C kernels.
 
-A matrix (O, I) in int8 has a scale for each output and each group of GROUP inputs: w = scale * q, q an integer from -127 to 127. With
-dtype="w8a8" the inputs of a product are rounded in the same way, with a scale for each row and group; the products within a group are then
-sums of integers below 2^24, which fp32 adds without rounding in any order.
+A matrix (O, I) in int8 has a scale for each output and each scale block of SCALE_BLOCK inputs: w = scale * q, q an integer from -127 to
+127. With dtype="w8a8" the inputs of a product are rounded in the same way, with a scale for each row and scale block; the products within a
+block are then sums of integers below 2^24, which fp32 adds without rounding in any order.
 
-Shapes: O outputs, I inputs, G groups of inputs.
+Shapes: O outputs, I inputs, G scale blocks.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from twoscale.config.dtypes import WeightDtype
 
-GROUP = 256  # inputs that share a scale
+SCALE_BLOCK = 256  # inputs that share a scale, as in matmul.c; `group_size` in config.json, as GPTQ and AWQ call it
 MAX_LEVEL = 127  # the largest |q|
 BLOCK = 1 << 18  # weights that are converted at a time
 
@@ -38,7 +38,7 @@ class Matrix:
         """The weights (O, I) as fp32."""
         if self.scales is None:
             return self.values.float()
-        return self.values.float() * self.scales.repeat_interleave(GROUP, dim=1)[:, : self.values.shape[1]]
+        return self.values.float() * self.scales.repeat_interleave(SCALE_BLOCK, dim=1)[:, : self.values.shape[1]]
 
     def rows(self, index: Tensor | slice) -> "Matrix":
         return Matrix(self.values[index], None if self.scales is None else self.scales[index])
@@ -51,12 +51,12 @@ class Matrix:
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """(O, G) for a matrix (O, I)."""
-    return shape[0], -(-shape[1] // GROUP)
+    return shape[0], -(-shape[1] // SCALE_BLOCK)
 
 
 @torch.no_grad()
 def quantize_matrix(weight: Tensor, dtype: WeightDtype) -> Matrix:
-    """A matrix (O, I) rounded to a dtype. A group with NaN or infinity has a scale that is not finite, so that results show it."""
+    """A matrix (O, I) rounded to a dtype. A scale block with NaN or infinity has a scale that is not finite, so that results show it."""
     weight = weight.detach()
     if dtype == "fp32":
         return Matrix(weight.float())
@@ -67,20 +67,20 @@ def quantize_matrix(weight: Tensor, dtype: WeightDtype) -> Matrix:
     size = max(1, BLOCK // weight.shape[1])
     for first in range(0, len(weight), size):
         rows = slice(first, first + size)
-        q, scales[rows] = round_groups(weight[rows].float())
+        q, scales[rows] = quantize_blocks(weight[rows].float())
         values[rows] = q.to(torch.int8)
     return Matrix(values, scales)
 
 
-def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, I) fp32 -> integers q (n, I) as fp32 and scales (n, G), with scale * q within scale / 2 of x."""
+def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, I) fp32 -> int8 values q (n, I) as fp32 and scales (n, G), with scale * q within scale / 2 of x."""
     n, width = x.shape
-    grouped = F.pad(x, (0, -width % GROUP)).view(n, -1, GROUP)
-    largest = grouped.abs().amax(dim=-1)
-    to_whole = torch.full_like(largest, MAX_LEVEL) / largest  # not 127 / largest, which torch computes as 127 * (1 / largest)
-    to_whole = to_whole.masked_fill(~(to_whole <= 1e38), 0.0)  # all zero, or too small for fp32: taken as zero
-    q = (grouped * to_whole[..., None]).round_().nan_to_num_(0.0, 0.0, 0.0)
-    return q.view(n, -1)[:, :width], largest / MAX_LEVEL + (grouped * 0).sum(dim=-1)  # NaN and infinity end up in the scale
+    blocks = F.pad(x, (0, -width % SCALE_BLOCK)).view(n, -1, SCALE_BLOCK)
+    largest = blocks.abs().amax(dim=-1)
+    to_int = torch.full_like(largest, MAX_LEVEL) / largest  # not 127 / largest, which torch computes as 127 * (1 / largest)
+    to_int = to_int.masked_fill(~(to_int <= 1e38), 0.0)  # all zero, or too small for fp32: taken as zero
+    q = (blocks * to_int[..., None]).round_().nan_to_num_(0.0, 0.0, 0.0)
+    return q.view(n, -1)[:, :width], largest / MAX_LEVEL + (blocks * 0).sum(dim=-1)  # NaN and infinity end up in the scale
 
 
 class QuantizedLinear(nn.Module):
@@ -99,7 +99,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).float()
-        product = _whole_number_product if self.quantize_inputs else _product
+        product = _int8_product if self.quantize_inputs else _product
         y = torch.cat([product(rows, block) for block in self.matrix.blocks()], dim=-1)
         return y.view(*x.shape[:-1], self.out_features).type_as(x)
 
@@ -108,13 +108,13 @@ def _product(x: Tensor, matrix: Matrix) -> Tensor:
     return F.linear(x, matrix.dequantize())
 
 
-def _whole_number_product(x: Tensor, matrix: Matrix) -> Tensor:
-    """x (n, I) rounded to integers, times the matrix: group after group, as the C kernels do."""
+def _int8_product(x: Tensor, matrix: Matrix) -> Tensor:
+    """x (n, I) quantized to int8, times the matrix: scale block after scale block, as the C kernels do."""
     assert matrix.scales is not None
-    q, scales = round_groups(x)
+    q, scales = quantize_blocks(x)
     y = None
     for g in range(scales.shape[1]):
-        inputs = slice(g * GROUP, (g + 1) * GROUP)
+        inputs = slice(g * SCALE_BLOCK, (g + 1) * SCALE_BLOCK)
         part = F.linear(q[:, inputs], matrix.values[:, inputs].float()) * (matrix.scales[:, g] * scales[:, g, None])
         y = part if y is None else y + part
     assert y is not None

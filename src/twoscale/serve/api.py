@@ -11,15 +11,16 @@ from pydantic_core import PydanticCustomError
 from twoscale import exits
 from twoscale.config import UserError
 from twoscale.engine.cache import parse_kv
-from twoscale.engine.request import Client, LoopParams, Request, SamplingParams, loop_params
+from twoscale.engine.request import LoopParams, Request, RequestGroup, SamplingParams, loop_params
 from twoscale.engine.speculation import OFF, Speculation, check_speculation
 from twoscale.model import LoopedGPT
 
-MAX_N, MAX_STOPS, MAX_STOP_IDS, MAX_PROMPTS, MAX_SEQUENCES, MAX_LOOPS = 16, 8, 64, 16, 64, 256
+MAX_N, MAX_STOPS, MAX_STOP_IDS, MAX_PROMPTS, MAX_SEQUENCES = 16, 8, 64, 16, 64
+SCHEMA_MAX_LOOPS = 256  # larger numbers are malformed; `Server.max_loops` is the limit of a server
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 StopString = Annotated[str, Field(max_length=200)]
-LoopCount = Annotated[int, Field(ge=1, le=MAX_LOOPS)]
+LoopCount = Annotated[int, Field(ge=1, le=SCHEMA_MAX_LOOPS)]
 Number = FiniteFloat | int
 
 
@@ -89,8 +90,8 @@ class CompletionRequest(StrictModel):
 
     def stop_strings(self) -> list[str]:
         """`stop` as a list, without empty strings."""
-        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [word for word in found if word]
+        stop_strings = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop_string for stop_string in stop_strings if stop_string]
 
 
 class InvalidRequest(UserError):
@@ -134,7 +135,7 @@ def engine_requests(
         stop=tuple(body.stop_strings()),
         logprobs=body.logprobs,
     )
-    size, client, requests = model.config.block_size, Client(), []
+    size, request_group, requests = model.config.block_size, RequestGroup(), []
     for ids in prompts:
         if not ids:
             raise InvalidRequest("the prompt is empty", "prompt")
@@ -143,7 +144,9 @@ def engine_requests(
         if len(ids) > size:
             raise InvalidRequest(f"the prompt has {len(ids)} tokens, the context {size}", "prompt")
         prompt_sampling = replace(sampling, max_new_tokens=min(body.max_tokens or size, size - len(ids) + 1))
-        requests += [Request(ids, prompt_sampling, params, i, client=client, speculate=speculate) for i in range(body.n_per_prompt)]
+        requests += [
+            Request(ids, prompt_sampling, params, i, request_group=request_group, speculate=speculate) for i in range(body.n_per_prompt)
+        ]
     return requests
 
 
@@ -172,7 +175,7 @@ def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibrated: tup
         if body.loops is not None and max(model.config.loops_for(loops), default=0) > max_loops:
             raise UserError(f"at most {max_loops} loops are served")
         param = "exit"
-        if isinstance(rule, str) and exits.kind_of(rule) is exits.Learned:
+        if isinstance(rule, str) and exits.rule_class(rule) is exits.Learned:
             raise UserError("a learned rule has its weights in a file, which a request may not name")
         return loop_params(model, exit=rule, loops=loops, kv=body.kv)
     except (UserError, TypeError, ValueError, OverflowError) as error:

@@ -64,7 +64,7 @@ class Connections:
         return len(self.active) >= self.max_connections and not self.waiting
 
     def set_phase(self, connection: "Connection", phase: Phase) -> None:
-        """Called when a connection changes its phase."""
+        """Update `waiting` for a connection that changes to this phase."""
         self.waiting.pop(connection, None)
         if phase is not Phase.RESPONSE:
             self.waiting[connection] = None

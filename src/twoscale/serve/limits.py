@@ -10,16 +10,16 @@ class Limits:
     max_body: int = 1 << 20
     """Bytes of a request's body."""
     timeout: float = 120.0
-    """Until a request ends with the tokens it has."""
+    """Time limit of a request; then it ends with the tokens it has."""
     max_loops: int = 64
-    """Loop steps that a request may ask for; raised to the model's default where that is larger."""
+    """Loop steps that a request may ask for; the model's default if that is larger."""
     max_queue: int = 256
     """Sequences that may wait in the queue."""
     max_connections: int = 512
     """Open connections; at most three quarters of the files that the process may open."""
     read_timeout: float = 10.0
-    """For the headers of a request, beginning when the connection is opened, and again for its body."""
+    """Time limit for the headers of a request, from the opening of the connection, and the same again for its body."""
     idle_timeout: float = 5.0
-    """Until a connection is closed that has had a response and sends no further request (keep-alive)."""
+    """Time limit for the next request on a connection that has had a response (keep-alive)."""
     write_timeout: float = 30.0
-    """Until a connection is closed whose client does not read the response."""
+    """Time limit for a client that does not read the response."""

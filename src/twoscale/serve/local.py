@@ -16,13 +16,13 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; UserError if the address cannot be used."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        bound = socket.socket(family, kind)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(2048)  # clients that connect before the application is ready wait
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)  # clients that connect before the application is ready wait
     except OSError as error:
         raise UserError(f"cannot listen on {host}:{port} ({error.strerror or error}): choose another --port, or 0 for a free one") from None
-    return bound
+    return listening
 
 
 @contextmanager

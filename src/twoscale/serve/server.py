@@ -9,7 +9,7 @@ from typing import Any
 from twoscale.data import Tokenizer
 from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
-from twoscale.engine.speculation import NOTHING, OFF, Speculation
+from twoscale.engine.speculation import NO_SPECULATION_STATS, OFF, Speculation
 from twoscale.engine.text import TextStream
 from twoscale.model import LoopedGPT
 from twoscale.serve.api import MAX_PROMPTS, CompletionRequest, InvalidRequest, engine_requests
@@ -24,8 +24,8 @@ class Choice:
 
     request: Request
     text_stream: TextStream
-    finish: str | None = None
-    """`finish_reason`; None while it is generated."""
+    finish_reason: str | None = None
+    """None while it is generated."""
     timed_out: bool = False
     """Whether the time limit cut it off."""
 
@@ -45,9 +45,9 @@ class Choice:
         if done:
             self.text_stream.finish()
         if self.text_stream.stopped:
-            self.finish, self.request.cancelled = "stop", True
+            self.finish_reason, self.request.cancelled = "stop", True
         elif done:
-            self.finish = self.request.finish if self.request.finish in ("stop", "length") else "stop"
+            self.finish_reason = self.request.finish_reason if self.request.finish_reason in ("stop", "length") else "stop"
         return self.text[before:]
 
     def time_out(self) -> str:
@@ -55,7 +55,7 @@ class Choice:
         before, self.timed_out = len(self.text), True
         self.add_tokens(len(self.offsets), len(self.request.tokens), False)
         self.text_stream.finish()
-        self.finish = self.finish or "length"
+        self.finish_reason = self.finish_reason or "length"
         return self.text[before:]
 
     @property
@@ -85,31 +85,31 @@ class Server:
         self.calibrated, self.limits = calibrated, limits or Limits()
         default_loops = max((*model.config.loops_for(None), calibrated[1] if calibrated else 0), default=0)
         self.max_loops = max(self.limits.max_loops, default_loops)
-        self.max_prompt_bytes = model.config.block_size * max(1, int(tokenizer.byte_lengths().max()))
-        """Longer prompts cannot fit the context, and are refused without tokenizing them."""
+        self.max_prompt_chars = model.config.block_size * max(1, int(tokenizer.byte_lengths().max()))
+        """Prompts of more characters cannot fit the context, and are refused without tokenizing them: a character has at least one byte."""
         self.worker = Worker(scheduler, self.limits.max_queue)
         self.connections = Connections(self.limits)
         self.started = int(time.time())
         self.n_rejected = 0
-        """HTTP requests rejected because the queue was full or the server was shutting down."""
+        """HTTP requests rejected because the queue was full, the server was shutting down or the scheduler's thread had ended."""
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def prompts(self, body: CompletionRequest) -> list[list[int]]:
         """The prompts of a request as token ids."""
-        found = body.prompt
-        for text in [found] if isinstance(found, str) else found:
-            if isinstance(text, str) and len(text) > self.max_prompt_bytes:
+        prompt = body.prompt
+        for text in [prompt] if isinstance(prompt, str) else prompt:
+            if isinstance(text, str) and len(text) > self.max_prompt_chars:
                 raise InvalidRequest(f"the prompt has {len(text)} characters, more than fit the context", "prompt")
             if isinstance(text, str) and not _is_valid_utf8(text):
                 raise InvalidRequest("the prompt contains a lone surrogate (half a character)", "prompt")
-        if isinstance(found, str):
-            return [self.tokenizer.encode(found)]
-        if all(isinstance(x, int) for x in found):
-            return [list(found)]  # type: ignore[arg-type]
-        if len(found) > MAX_PROMPTS:
+        if isinstance(prompt, str):
+            return [self.tokenizer.encode(prompt)]
+        if all(isinstance(x, int) for x in prompt):
+            return [list(prompt)]  # type: ignore[arg-type]
+        if len(prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"at most {MAX_PROMPTS} prompts in a request", "prompt")
-        return [self.tokenizer.encode(x) if isinstance(x, str) else list(x) for x in found]  # type: ignore[arg-type]
+        return [self.tokenizer.encode(x) if isinstance(x, str) else list(x) for x in prompt]  # type: ignore[arg-type]
 
     def make_choices(self, body: CompletionRequest) -> list[Choice]:
         """The choices of a completion request, not yet submitted; InvalidRequest or UserError if it can never be served."""
@@ -132,13 +132,13 @@ class Server:
         try:
             async for i, update in self.worker.submit_and_stream([c.request for c in choices], self.limits.timeout):
                 choice = choices[i]
-                if choice.finish is None:
+                if choice.finish_reason is None:
                     yield i, choice.add_tokens(update.first, update.last, update.done), update.first
         except TimeoutError:
             if not any(choice.offsets for choice in choices):
                 raise
             for i, choice in enumerate(choices):
-                if choice.finish is None:
+                if choice.finish_reason is None:
                     first = len(choice.offsets)
                     yield i, choice.time_out(), first
 
@@ -157,8 +157,8 @@ class Server:
                 "text_offset": choice.offsets[first:last],
             }
         steps = [list(s) for s in choice.steps[first:]]
-        found = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.finish, "steps": steps}
-        return {**found, "timed_out": True} if choice.timed_out else found
+        fields = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason, "steps": steps}
+        return {**fields, "timed_out": True} if choice.timed_out else fields
 
     def _token_text(self, token: int) -> str:
         """A token as text; if it is part of a character, its id, so that different tokens have different keys."""
@@ -170,17 +170,17 @@ class Server:
         return {"usage": self.usage(choices, n), "twoscale": self.loop_summary(choices)}
 
     def usage(self, choices: list[Choice], n: int) -> dict[str, Any]:
-        """OpenAI's token counts, guesses in its fields for predictions; a prompt with n completions is counted once."""
+        """OpenAI's token counts; its fields for predictions count the guesses of speculation. A prompt with n completions counts once."""
         n_prompt = sum(len(c.request.prompt) for c in choices[::n])
         n_completion = sum(len(c.offsets) for c in choices)
-        did = sum((c.request.speculation for c in choices), NOTHING)
+        stats = sum((c.request.speculation_stats for c in choices), NO_SPECULATION_STATS)
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_completion,
             "total_tokens": n_prompt + n_completion,
             "completion_tokens_details": {
-                "accepted_prediction_tokens": did.accepted,
-                "rejected_prediction_tokens": did.drafted - did.accepted,
+                "accepted_prediction_tokens": stats.accepted,
+                "rejected_prediction_tokens": stats.drafted - stats.accepted,
             },
         }
 
@@ -193,7 +193,7 @@ class Server:
         taken = sum(k * n for s in steps for k, n in zip(s, sizes, strict=True))
         means = [sum(s[g] for s in steps) / max(1, len(steps)) for g in range(len(sizes))]
         saved = 1 - taken / full if full else 0.0
-        speculation = asdict(sum((c.request.speculation for c in choices), NOTHING))
+        speculation = asdict(sum((c.request.speculation_stats for c in choices), NO_SPECULATION_STATS))
         seed = choices[0].request.sampling.seed
         return {"loops": list(loops), "mean_steps": means, "work_saved": saved, "seed": seed, "speculation": speculation}
 
@@ -228,8 +228,13 @@ class Server:
         add("tokens_total", "counter", "Generated tokens.", ("", c.tokens))
         add("processed_tokens_total", "counter", "Tokens whose forward pass is done, prompts included.", ("", c.processed_tokens))
         add("engine_seconds_total", "counter", "Seconds spent in the engine.", ("", c.engine_seconds))
-        add("calls_total", "counter", "Calls of the engine: loop steps, and passes through plain layers.", ("", c.calls))
-        add("rows_total", "counter", "Rows (tokens) of all calls together.", ("", c.rows))
+        add(
+            "calls_total",
+            "counter",
+            "Stage passes: loop steps, and passes through plain layers, of any number of rows.",
+            ("", c.stage_passes),
+        )
+        add("rows_total", "counter", "Rows (tokens) of all stage passes together.", ("", c.rows))
         add(
             "running_ratio",
             "gauge",
@@ -239,14 +244,19 @@ class Server:
         add("cache_bytes", "gauge", "KV cache bytes reserved by running sequences.", ("", s.reserved_bytes))
         add("cache_bytes_limit", "gauge", "KV cache bytes that may be reserved.", ("", s.cache_bytes))
         steps = [(f'{{group="{g}"}}', n) for g, n in enumerate(c.loop_steps)]
-        add("loop_steps_total", "counter", "Loop steps of all tokens, by group.", *steps)
+        add("loop_steps_total", "counter", "Loop steps of all rows, by group; drafts and rejected guesses included.", *steps)
         means = [(labels, n / max(1, c.processed_tokens)) for labels, n in steps]
-        add("mean_steps", "gauge", "Mean loop steps of a token, by group.", *means)
-        did = c.speculation
-        add("speculation_drafted_total", "counter", "Tokens guessed ahead and verified.", ("", did.drafted))
-        add("speculation_accepted_total", "counter", "Guesses that were right.", ("", did.accepted))
-        add("speculation_rewound_total", "counter", "Positions computed on a wrong guess and taken back.", ("", did.rewound))
-        add("speculation_acceptance", "gauge", "Share of the guesses that were right.", ("", did.acceptance))
+        add("mean_steps", "gauge", "Loop steps per processed token, by group; drafts and rejected guesses included.", *means)
+        stats = c.speculation_stats
+        add(
+            "speculation_drafted_total",
+            "counter",
+            "Guesses submitted for verification, those dropped before its end included.",
+            ("", stats.drafted),
+        )
+        add("speculation_accepted_total", "counter", "Guesses that were right.", ("", stats.accepted))
+        add("speculation_rewound_total", "counter", "Positions computed on a wrong guess and removed.", ("", stats.rewound))
+        add("speculation_acceptance", "gauge", "Share of the guesses that were right.", ("", stats.acceptance))
         return "\n".join(lines) + "\n"
 
 

@@ -12,29 +12,29 @@ from twoscale.interop.load import model_config
 from twoscale.interop.vllm_plugin import check_vllm
 from twoscale.interop.vllm_plugin.depth import depth_of
 
-DEPTH = {"loops": "loops", "exit": "exit", "start_seed": "seed"}  # names in --hf-overrides -> arguments of depth_of
+DEPTH_ARGUMENTS = {"loops": "loops", "exit": "exit", "start_seed": "seed"}  # names in --hf-overrides -> arguments of depth_of
 
 
 def read_overrides(text: str) -> dict[str, Any]:
     """The JSON of --hf-overrides."""
     try:
-        found = json.loads(text or "{}")
+        overrides = json.loads(text or "{}")
     except ValueError as error:
         raise UserError(f"--hf-overrides is not valid JSON ({error}): write for example '{{\"loops\": 8}}'") from None
-    if not isinstance(found, dict):
+    if not isinstance(overrides, dict):
         raise UserError("--hf-overrides must be a JSON object: write for example '{\"loops\": 8}'")
-    return found
+    return overrides
 
 
 def vllm_command(
     folder: Path, name: str, host: str, port: int, overrides: Mapping[str, Any], max_num_seqs: int = 32, cache_bytes: int = 1 << 30
 ) -> list[str]:
-    """The words of `vllm serve`; UserError where vLLM is missing or of another version, or the folder cannot be run at this depth."""
+    """The argv of `vllm serve`; UserError if vLLM is missing or of another version, or the folder cannot be run at this depth."""
     check_vllm()
     if RunFolder(folder).is_run or not (folder / CONFIG).exists():
         raise UserError(f"{folder} is not a folder that vLLM opens: make one with `twoscale export {folder} --out FOLDER`")
-    depth_of(model_config(folder), folder, **{ours: overrides[theirs] for theirs, ours in DEPTH.items() if theirs in overrides})
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", name, "--host", host]
-    words += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(max_num_seqs)]
-    words += ["--kv-cache-memory-bytes", str(cache_bytes)]
-    return words + (["--hf-overrides", json.dumps(overrides)] if overrides else [])
+    depth_of(model_config(folder), folder, **{ours: overrides[theirs] for theirs, ours in DEPTH_ARGUMENTS.items() if theirs in overrides})
+    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", name, "--host", host]
+    argv += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(max_num_seqs)]
+    argv += ["--kv-cache-memory-bytes", str(cache_bytes)]
+    return argv + (["--hf-overrides", json.dumps(overrides)] if overrides else [])

@@ -18,7 +18,7 @@ class InternalError(Exception):
 
 
 class Busy(Exception):
-    """The queue is full, or the server is shutting down."""
+    """The queue is full, the server is shutting down, or the scheduler's thread has ended with an exception."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Worker:
     def _fail_all(self) -> None:
         """End all requests with an error."""
         for request in self.scheduler.remove_all():
-            request.error, request.finish = InternalError(INTERNAL_ERROR), "error"
+            request.error, request.finish_reason = InternalError(INTERNAL_ERROR), "error"
             if request.on_token is not None:
                 request.on_token(request)
         self._deliver_events()
@@ -97,11 +97,11 @@ class Worker:
             self._fail_all()
         self._wake.set()
 
-    def check_queue(self, requests: int) -> None:
-        """Raise Busy if so many more requests do not fit the queue."""
+    def check_queue(self, n_requests: int) -> None:
+        """Raise Busy if `n_requests` more do not fit the queue, the server is shutting down, or the scheduler's thread has ended."""
         if self.failure is not None or self.stopping:
             raise Busy("the server is shutting down" if self.failure is None else INTERNAL_ERROR)
-        if len(self.scheduler.waiting) + requests > self.max_queue:
+        if len(self.scheduler.waiting) + n_requests > self.max_queue:
             raise Busy("too many requests are waiting")
 
     async def submit_and_stream(self, requests: list[Request], timeout: float) -> AsyncIterator[tuple[int, Update]]:
@@ -120,7 +120,7 @@ class Worker:
                 async with asyncio.timeout_at(deadline):
                     i = await queue.get()
                 request = requests[i]
-                done = bool(request.finish)  # read before the number of tokens: later tokens belong to the next update
+                done = bool(request.finish_reason)  # read before the number of tokens: later tokens belong to the next update
                 n = len(request.tokens)
                 if request.error is not None:
                     raise InternalError(str(request.error) if isinstance(request.error, UserError | InternalError) else INTERNAL_ERROR)

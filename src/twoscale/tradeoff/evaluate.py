@@ -73,7 +73,7 @@ def flops_of_tokens(config: ModelConfig, steps: Tensor, exit: Exit | None = None
     layers = plain * torch.tensor([layer_flops(c, t) for t in range(1, T + 1)], dtype=torch.float64)
     total, looks = (layers + head_flops(c)).expand(N, T), torch.zeros(N, T, dtype=torch.float64)
     # step_flops is linear in the context: what a step costs at context 0, and what each token in sight adds
-    for g, rule in enumerate(exits.plan(exit, c.n_groups)):
+    for g, rule in enumerate(exits.rules_per_group(exit, c.n_groups)):
         taken = steps[..., g].double()
         base = step_flops(c, g, 0)
         total = total + enter_flops(c) + taken * (base + (step_flops(c, g, 1) - base) * context)

@@ -7,7 +7,7 @@ import torch
 from twoscale import exits
 from twoscale.config import ModelConfig, UserError
 from twoscale.config.words import plural
-from twoscale.exits.choose import kind_of, main_setting
+from twoscale.exits.choose import main_setting, rule_class
 from twoscale.exits.rule import Threshold
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.depth import true_depths
@@ -29,7 +29,7 @@ Settings = list[exits.Rule]  # of one rule, most steps first
 
 def rule_family(word: str) -> exits.Rule:
     """A rule whose threshold is to be replaced: NAME, or NAME:setting=value,... without its threshold."""
-    kind, (name, _, rest) = kind_of(word), word.partition(":")
+    kind, (name, _, rest) = rule_class(word), word.partition(":")
     if kind in ALWAYS:
         raise UserError(f"--rules {word}: fixed depths, random exits and the learned controller are always there")
     main = main_setting(kind)

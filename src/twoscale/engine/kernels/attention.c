@@ -38,9 +38,9 @@ static void weighted_sum(int D, int first, int end, const float *score, const fl
         v8 acc[8];
         for (int j = 0; j < 8; j++) acc[j] = load(y + i + 8 * j);
         for (p = first; p < end; p++) {
-            const float *at = values + (long)p * D + i;
+            const float *value = values + (long)p * D + i;
             v8 weight = splat(score[p]);
-            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(at + 8 * j), acc[j]);
+            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(value + 8 * j), acc[j]);
         }
         for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
@@ -101,10 +101,10 @@ static void attend_two(int D, int first_end, int end, const float *a, const floa
         v8 acc[2][4];
         for (int j = 0; j < 4; j++) acc[0][j] = acc[1][j] = splat(0);
         for (p = 0; p < first_end; p++) {
-            const float *at = values + (long)p * D + i;
+            const float *value = values + (long)p * D + i;
             v8 w = splat(score_a[p]), v = splat(score_b[p]);
             for (int j = 0; j < 4; j++) {
-                v8 x = load(at + 8 * j);
+                v8 x = load(value + 8 * j);
                 acc[0][j] = fma8(w, x, acc[0][j]), acc[1][j] = fma8(v, x, acc[1][j]);
             }
         }
@@ -145,35 +145,35 @@ static void attend_pair(const Attention *a, int t, int h, float *score) {
     const KVView *view = a->view;
     int H = a->H, D = a->D;
     for (int end = t + 2 < a->n ? t + 2 : a->n; t < end; t++) {
-        long p = view->part[t], head = (long)(h / (H / a->J)) * view->capacity[p] * D, at = view->position[t];
+        long p = view->part[t], head = (long)(h / (H / a->J)) * view->capacity[p] * D, position = view->position[t];
         const float *query = a->q + t * a->q_row + (long)h * D, *keys = view->keys[p] + head, *values = view->values[p] + head;
         float *y = a->out + ((long)t * H + h) * D;
-        if (t % 2 == 0 && t + 1 < a->n && view->part[t + 1] == p && view->position[t + 1] > at) {
-            attend_two(D, (int)at + 1, (int)view->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
+        if (t % 2 == 0 && t + 1 < a->n && view->part[t + 1] == p && view->position[t + 1] > position) {
+            attend_two(D, (int)position + 1, (int)view->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
                        y + (long)H * D);
             return;
         }
-        attend_one(D, (int)at + 1, query, keys, values, score, y);
+        attend_one(D, (int)position + 1, query, keys, values, score, y);
     }
 }
 
 /* Two phases: all rows write their keys and values, then each row attends to its sequence up to its own position. Returns 0
  * in a helper thread that came too late, as finish_phase does. */
 static int attention(Thread *self, const Attention *a) {
-    Phase s = begin_phase(self, a->n, items_per_claim(self, a->n));
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++)
+    Phase phase = begin_phase(self, a->n, items_per_claim(self, a->n));
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++)
             for (int j = 0; j < a->J; j++) {
-                long part = a->view->part[t], at = (j * a->view->capacity[part] + a->view->position[t]) * a->D;
-                memcpy(a->view->keys[part] + at, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
-                memcpy(a->view->values[part] + at, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
+                long part = a->view->part[t], offset = (j * a->view->capacity[part] + a->view->position[t]) * a->D;
+                memcpy(a->view->keys[part] + offset, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
+                memcpy(a->view->values[part] + offset, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
             }
-    if (!finish_phase(self, &s)) return 0;
+    if (!finish_phase(self, &phase)) return 0;
     float *score = a->scores + 2 * self->index * a->longest;
-    s = begin_phase(self, (a->n + 1) / 2 * a->H, items_per_claim(self, (a->n + 1) / 2 * a->H));
-    while (claim(self, &s))
-        for (int u = s.first; u < s.last; u++) attend_pair(a, u / a->H * 2, u % a->H, score);
-    return finish_phase(self, &s);
+    phase = begin_phase(self, (a->n + 1) / 2 * a->H, items_per_claim(self, (a->n + 1) / 2 * a->H));
+    while (claim(self, &phase))
+        for (int u = phase.first; u < phase.last; u++) attend_pair(a, u / a->H * 2, u % a->H, score);
+    return finish_phase(self, &phase);
 }
 
 static void attend_task(const void *arguments, Thread *self) { attention(self, arguments); }
@@ -185,14 +185,15 @@ void attend(int threads, int n, int H, int J, int D, const float *q, const float
     RUN_TASK(threads, attend_task, a);
 }
 
-/* Kernels.settle for one token: copies its key and value at `level` of the cache (L, J, capacity, D) to the levels from .. to - 1. */
-void settle(int J, int D, long capacity, long position, long level, long from, long to, float *keys, float *values) {
+/* Kernels.fill_deeper_levels for one token: copies its key and value at `level` of the cache (L, J, capacity, D) to the levels
+ * from .. to - 1. */
+void fill_deeper_levels(int J, int D, long capacity, long position, long level, long from, long to, float *keys, float *values) {
     long level_size = J * capacity * D;
     for (int j = 0; j < J; j++) {
-        long at = (j * capacity + position) * D;
+        long offset = (j * capacity + position) * D;
         for (long l = from; l < to; l++) {
-            memcpy(keys + l * level_size + at, keys + level * level_size + at, D * sizeof(float));
-            memcpy(values + l * level_size + at, values + level * level_size + at, D * sizeof(float));
+            memcpy(keys + l * level_size + offset, keys + level * level_size + offset, D * sizeof(float));
+            memcpy(values + l * level_size + offset, values + level * level_size + offset, D * sizeof(float));
         }
     }
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from twoscale.exits.rule import Evaluator, Meter
+from twoscale.exits.rule import Evaluator, StepNormsFunction
 from twoscale.exits.statistics import Condition
 from twoscale.model import LoopedGPT
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm, Rope
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """A flag by which another thread ends a sequence of loop steps after the current one. C code reads it."""
+    """A flag that another thread sets to end a sequence of loop steps after the current one. C code reads it."""
 
     def __init__(self) -> None:
         self._flag = ctypes.c_int32(0)
@@ -36,26 +36,26 @@ class Interrupt:
         self._flag.value = value
 
 
-NEVER = Interrupt()
+NO_INTERRUPT = Interrupt()  # never set
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSteps:
-    """The result of one or more loop steps; only after the last of them rows may exit."""
+    """The result of one or more loop steps. Rows exit only after the newest of them."""
 
     taken: int
     before: Tensor
-    """(N, C): the states before the last step."""
+    """(N, C): the states before the newest step."""
     after: Tensor
     """(N, C): the states after it."""
     exits: Tensor | bool
     """Which rows exit: bools (N,), or one for all."""
     return_previous: Tensor | bool
-    """Which of them return the state before the last step: bools (N,), or one for all."""
+    """Which of them return the state before the newest step: bools (N,), or one for all."""
 
 
-class Stage:
-    """The layers of one stage of the network on the rows of a batch.
+class StageKernels:
+    """Applies the layers of one stage of the network to the rows of a batch.
 
     This is the definition, layer by layer and step by step; kernels may override it by something faster that gives the same bits.
     """
@@ -75,12 +75,12 @@ class Stage:
     def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt) -> LoopSteps:
         """Loop steps of a group until a row exits, a rule fails, `max_steps` are taken (at least one), or `interrupt` is set.
 
-        The levels of the caches for so many steps exist."""
+        Precondition: cache levels for `max_steps` more steps are allocated."""
         taken = 0
         while True:
             step, taken = loop.step(), taken + 1
             exits = step.exits if isinstance(step.exits, bool) else bool(step.exits.any())
-            if exits or taken >= max_steps or loop.rules.failures or interrupt:
+            if exits or taken >= max_steps or loop.failures or interrupt:
                 return LoopSteps(taken, step.before, step.after, step.exits if exits else False, step.return_previous)
 
 
@@ -92,13 +92,17 @@ class RowKernels(Protocol):
 
 
 class Kernels(ABC):
-    """A backend. `linear`, `norm`, `mlp` and `block` make the modules of the decode copy; the other methods are called while decoding."""
+    """A backend.
+
+    `linear`, `norm`, `mlp` and `block` make the modules of the inference copy. `for_engine`, `embedding` and `stage_kernels` are called
+    when an engine is made, the other methods while it runs.
+    """
 
     name: str
     copies_weights: bool
     """Whether the modules have their own copy of the weights; otherwise they use the model's."""
-    exact_rows = False
-    """Whether a row's result is the same to the bit whatever rows are beside it; speculation needs that."""
+    batch_invariant = False
+    """Whether a row's result is bit-equal in every batch; speculation needs that."""
 
     @abstractmethod
     def linear(self, weight: Tensor) -> nn.Module:
@@ -117,20 +121,20 @@ class Kernels(ABC):
         """A module equivalent to a block, whose submodules have been replaced already; called with `RowKernels.attention`."""
 
     def embedding(self, model: LoopedGPT) -> "Callable[[Rows], Tensor]":
-        """A function that returns the embeddings (N, C) of the rows' tokens and positions, by the decode copy `model`."""
+        """A function that returns the embeddings (N, C) of the rows' tokens and positions, by the inference copy `model`."""
         return lambda rows: model.embed(rows.tokens, rows.positions)
 
-    def stage(self, module: nn.Module, first_layer: int) -> Stage:
-        """The layers of a stage of the decode copy; `first_layer` is the index of its first layer in the network."""
-        return Stage(module, first_layer)
+    def stage_kernels(self, module: nn.Module, first_layer: int) -> StageKernels:
+        """The kernels of a stage of the inference copy; `first_layer` is the index of its first layer in the network."""
+        return StageKernels(module, first_layer)
 
     @abstractmethod
     def bind(self, rows: "Rows") -> RowKernels:
         """Bind to the rows of a batch."""
 
     @abstractmethod
-    def meter(self) -> Meter:
-        """A function that computes the step norms which exit rules compare; it may have state. See `exits.rule.Meter`."""
+    def step_norms_function(self) -> StepNormsFunction:
+        """A function that computes the norms of a step that exit rules compare; it may have state."""
 
     def evaluator(self, condition: Condition) -> Evaluator | None:
         """A function that computes the statistic of a condition as a fused loop does, for loops that go step by step; None if the rule's
@@ -154,8 +158,8 @@ class Kernels(ABC):
         """Memory addresses of keys and values for C kernels; 0 if they are not needed."""
 
     @abstractmethod
-    def settle(self, layer_cache: "LayerCache", step: int, at: "Positions") -> None:
-        """Tokens exit the loop after this step: copy their keys and values at its level, (step - 1) mod max_levels, to all deeper levels.
+    def fill_deeper_levels(self, layer_cache: "LayerCache", step: int, positions: "Positions") -> None:
+        """Copy the keys and values of tokens that exit after this step from its level, (step - 1) mod max_levels, to all deeper levels.
 
         Tokens at deeper steps then attend to the last state of a token that has exited. Called by `LayerCache.fill_deeper_levels`, which
         has checked that there are deeper levels."""

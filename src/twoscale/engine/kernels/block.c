@@ -42,42 +42,42 @@ static void block_task(const void *arguments, Thread *self) {
     const BlockRows *a = arguments;
     const Block *b = a->b;
     int n = a->n, C = a->C, rows_per_claim = items_per_claim(self, n);
-    Phase s = begin_phase(self, n, rows_per_claim);
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) rms_norm_row(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
-    if (!finish_phase(self, &s)) return;
+    Phase phase = begin_phase(self, n, rows_per_claim);
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++) rms_norm_row(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
+    if (!finish_phase(self, &phase)) return;
     if (!matmul(self, n, &a->qkv, a->normed, C, a->heads, a->qkv_width)) return;
-    s = begin_phase(self, a->has_bias_or_rope ? n : 0, rows_per_claim);
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++)
+    phase = begin_phase(self, a->has_bias_or_rope ? n : 0, rows_per_claim);
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++)
             add_bias_and_rope(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->qkv_width);
-    if (!finish_phase(self, &s)) return;
+    if (!finish_phase(self, &phase)) return;
     if (!attention(self, &a->attention)) return;
     if (!matmul(self, n, &a->attn_out, a->attention.out, a->attn_width, a->branch, C)) return;
-    s = begin_phase(self, n, rows_per_claim);
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) {
-            long at = (long)t * C;
-            residual_norm_row(C, b->norm_after_add, a->x + at, a->branch + at, b->gain2, b->eps, a->middle + at);
-            rms_norm_row(C, a->middle + at, b->gain3, b->eps, a->normed + at);
+    phase = begin_phase(self, n, rows_per_claim);
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++) {
+            long offset = (long)t * C;
+            residual_norm_row(C, b->norm_after_add, a->x + offset, a->branch + offset, b->gain2, b->eps, a->middle + offset);
+            rms_norm_row(C, a->middle + offset, b->gain3, b->eps, a->normed + offset);
         }
-    if (!finish_phase(self, &s)) return;
+    if (!finish_phase(self, &phase)) return;
     if (!matmul(self, n, &a->up, a->normed, C, a->hidden, a->up_width)) return;
-    s = begin_phase(self, (a->M + 63) / 64, items_per_claim(self, (a->M + 63) / 64)); /* 64 channels of all rows */
-    while (claim(self, &s))
+    phase = begin_phase(self, (a->M + 63) / 64, items_per_claim(self, (a->M + 63) / 64)); /* 64 channels of all rows */
+    while (claim(self, &phase))
         for (int t = 0; t < n; t++) {
             float *h = a->hidden + (long)t * a->up_width;
-            silu_row(64 * s.first, 64 * s.last < a->M ? 64 * s.last : a->M, a->M, b->gated, h, h);
+            silu_row(64 * phase.first, 64 * phase.last < a->M ? 64 * phase.last : a->M, a->M, b->gated, h, h);
         }
-    if (!finish_phase(self, &s)) return;
+    if (!finish_phase(self, &phase)) return;
     if (!matmul(self, n, &a->down, a->hidden, a->up_width, a->branch, C)) return;
-    s = begin_phase(self, n, rows_per_claim);
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) {
-            long at = (long)t * C;
-            residual_norm_row(C, b->norm_after_add, a->middle + at, a->branch + at, b->gain4, b->eps, a->out + at);
+    phase = begin_phase(self, n, rows_per_claim);
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++) {
+            long offset = (long)t * C;
+            residual_norm_row(C, b->norm_after_add, a->middle + offset, a->branch + offset, b->gain4, b->eps, a->out + offset);
         }
-    finish_phase(self, &s);
+    finish_phase(self, &phase);
 }
 
 /* A fused block on n rows of several sequences. cos and sin are (n, D) or null; scratch holds n * (3 C + qkv_width + attn_width + up_width)

@@ -20,9 +20,9 @@ static inline Word mix_word(Word h, Word word) { return mix64(h, word); }
 static inline Word initial_lane(int j) { return j + 1; }
 #endif
 
-static uint64_t piece_sum(const unsigned char *p, int64_t bytes, uint64_t piece) {
+static uint64_t piece_hash(const unsigned char *p, int64_t bytes, uint64_t piece) {
     Word h[LANES], word;
-    uint64_t sum = piece, halves[LANES * sizeof h[0] / 8];
+    uint64_t hash = piece, halves[LANES * sizeof h[0] / 8];
     int64_t i = 0;
     for (int j = 0; j < LANES; j++) h[j] = initial_lane(j);
     for (; i + (int64_t)sizeof h <= bytes; i += sizeof h)
@@ -35,35 +35,35 @@ static uint64_t piece_sum(const unsigned char *p, int64_t bytes, uint64_t piece)
     }
     for (int j = 0; j < LANES; j++) h[j] = mix_word(h[j], initial_lane(j));
     memcpy(halves, h, sizeof h);
-    for (int j = 0; j < (int)(sizeof h / 8); j++) sum = mix64(sum, halves[j]);
-    sum = mix64(sum, bytes);
-    return sum ^ sum >> 32;
+    for (int j = 0; j < (int)(sizeof h / 8); j++) hash = mix64(hash, halves[j]);
+    hash = mix64(hash, bytes);
+    return hash ^ hash >> 32;
 }
 
 typedef struct {
     int count, pieces;
     const unsigned char *const *data;
     const int64_t *bytes;
-    uint64_t *sums;
+    uint64_t *hashes;
 } Weights;
 
 static inline int pieces_of(int64_t bytes) { return (int)((bytes + PIECE - 1) / PIECE); }
 
 static void fingerprints_task(const void *arguments, Thread *self) {
     const Weights *a = arguments;
-    Phase s = begin_phase(self, a->pieces, 1); /* the pieces of all tensors, numbered through */
-    while (claim(self, &s))
-        for (int i = s.first, t = 0, before = 0; i < s.last; i++) {
+    Phase phase = begin_phase(self, a->pieces, 1); /* the pieces of all tensors, numbered through */
+    while (claim(self, &phase))
+        for (int i = phase.first, t = 0, before = 0; i < phase.last; i++) {
             for (; i - before >= pieces_of(a->bytes[t]); t++) before += pieces_of(a->bytes[t]);
-            int64_t at = (int64_t)(i - before) * PIECE, size = a->bytes[t] - at < PIECE ? a->bytes[t] - at : PIECE;
-            __atomic_fetch_xor(&a->sums[t], piece_sum(a->data[t] + at, size, (uint64_t)(i - before)), __ATOMIC_RELAXED);
+            int64_t offset = (int64_t)(i - before) * PIECE, size = a->bytes[t] - offset < PIECE ? a->bytes[t] - offset : PIECE;
+            __atomic_fetch_xor(&a->hashes[t], piece_hash(a->data[t] + offset, size, (uint64_t)(i - before)), __ATOMIC_RELAXED);
         }
-    finish_phase(self, &s);
+    finish_phase(self, &phase);
 }
 
-void fingerprints(int threads, int count, const unsigned char *const *data, const int64_t *bytes, uint64_t *sums) {
-    Weights a = {count, 0, data, bytes, sums};
-    memset(sums, 0, count * sizeof *sums);
+void fingerprints(int threads, int count, const unsigned char *const *data, const int64_t *bytes, uint64_t *hashes) {
+    Weights a = {count, 0, data, bytes, hashes};
+    memset(hashes, 0, count * sizeof *hashes);
     for (int t = 0; t < count; t++) a.pieces += pieces_of(bytes[t]);
     RUN_TASK(threads, fingerprints_task, a);
 }

@@ -1,7 +1,8 @@
-"""Compiles and loads the C kernels. `c_library()` returns it, or None if no C compiler is found or the build fails.
+"""Compiles and loads the C kernels. `c_library()` returns the loaded library, or None if no C compiler is found or the build fails.
 
 The compiler is $CC, or the first of cc, gcc and clang. The library is cached in the user's cache folder. Its file name contains a hash of
-source, compiler and CPU, and its own size and hash, which are checked before it is loaded. TWOSCALE_NATIVE=0 disables the C kernels.
+source, compiler, flags, CPU and torch's version, and the file's own size and hash, which are checked before it is loaded. TWOSCALE_NATIVE=0
+disables the C kernels.
 """
 
 import contextlib
@@ -47,11 +48,11 @@ _SIGNATURES = {
     "embed": [_INT] * 2 + [_LONG] * 2 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "linear": [_INT] * 2 + [_PTR] * 3,
     "silu": [_INT] * 4 + [_PTR] * 2,
-    "settle": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
+    "fill_deeper_levels": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
     "residual_norm": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "rms_norm": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
-    "measure": [_INT] * 3 + [_PTR] * 4,
+    "step_norms": [_INT] * 3 + [_PTR] * 4,
     "block": [_INT] * 2 + [_PTR] * 7,
     "statistics": [_INT] * 3 + [_PTR] * 7,
     "run_stage": [_INT] + [_PTR] * 8,
@@ -91,18 +92,18 @@ class KVView(ctypes.Structure):
     )
 
 
-class LayerMemory(ctypes.Structure):
-    """The struct LayerMemory of loop.c: where the keys and values of one layer of one sequence are."""
+class KVPointers(ctypes.Structure):
+    """The struct KVPointers of loop.c: where the keys and values of one layer of one sequence are."""
 
     _fields_ = (*((name, ctypes.c_void_p) for name in ("keys", "values")), ("level_size", ctypes.c_int64), ("max_levels", ctypes.c_int64))
 
 
 class StageWeights(ctypes.Structure):
-    """The struct Stage of loop.c: the blocks of a stage, and what a loop group has besides."""
+    """The struct StageWeights of loop.c: the blocks of a stage; for a loop group also its input projection and norm."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("C", "n_layers")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "of_state", "norm_gain")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "state_weight", "norm_gain")),
         ("norm_eps", ctypes.c_float),
     )
 
@@ -122,8 +123,8 @@ class ExitTest(ctypes.Structure):
 
     _fields_ = (
         ("tau", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("parameters", "memory")),
-        *((name, ctypes.c_int64) for name in ("memory_size", "hits", "min_steps")),
+        *((name, ctypes.c_void_p) for name in ("parameters", "rule_state")),
+        *((name, ctypes.c_int64) for name in ("rule_state_size", "hits", "min_steps")),
         *((name, ctypes.c_int32) for name in ("statistic", "above")),
     )
 
@@ -140,8 +141,8 @@ class LoopRows(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_void_p)
         for name in (
-            "x", "even", "odd", "injected", "cos", "sin", "last", "norms", "memory", "k", "max_k",
-            "tests", "test", "place", "lens", "lens_scratch", "values", "streak", "fired", "exits", "scratch",
+            "x", "buffer_a", "buffer_b", "injected", "cos", "sin", "previous_step", "norms", "kv", "loop_step", "max_steps",
+            "tests", "test_index", "index_in_test", "lens", "lens_scratch", "values", "streak", "fired", "exits", "scratch",
         )
     )  # fmt: skip
 
@@ -227,11 +228,11 @@ def row_pointer(heads: Tensor, n: int, H: int, D: int) -> int:
 
 
 def _refusal(tensor: Tensor, wanted: str) -> TypeError:
-    found = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
-    return TypeError(f"memory for a C kernel must be {wanted}; this is {found}")
+    actual = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+    return TypeError(f"memory for a C kernel must be {wanted}; this is {actual}")
 
 
-def floats(size: int) -> Tensor:
+def empty_floats(size: int) -> Tensor:
     """An empty tensor (size,), fp32 on the CPU even if torch's defaults are different."""
     return torch.empty(size, dtype=torch.float32, device="cpu")
 
@@ -298,9 +299,9 @@ def _compile(compiler: str, source: bytes, folder: Path, key: str) -> Path:
         return library
 
 
-def _run_compiler(*words: str) -> None:
+def _run_compiler(*argv: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    subprocess.run(words, capture_output=True, timeout=120, check=True, env=env)
+    subprocess.run(argv, capture_output=True, timeout=120, check=True, env=env)
 
 
 def _cache_folder() -> Path:

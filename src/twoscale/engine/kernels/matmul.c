@@ -1,24 +1,24 @@
 /* Matrix products: weights in panels, in four formats; micro kernels for few rows.
  *
- * Weight matrices are stored in panels of 16 outputs: w[o / 16][i][o % 16], the last panel padded with zeros. A panel is read CHUNK inputs
- * at a time, which stay in the L1 cache for all rows. A dot product is the sum of its chunks' sums, added in order.
+ * Weight matrices are stored in panels of 16 outputs: w[o / 16][i][o % 16], the last panel padded with zeros. A panel is read in
+ * scale blocks of SCALE_BLOCK inputs, which stay in the L1 cache for all rows. A dot product is the sum of its blocks' sums, added in order.
  *
  * FP32, BF16  the weights themselves
- * INT8        whole numbers, with a scale for each output and chunk: the sum of a chunk is multiplied by it
- * W8A8        as INT8, and the inputs are whole numbers too, with a scale for each row and chunk. Four inputs of an output lie side by side:
- *             w[o / 16][i / 4][o % 16][i % 4]. The sum of a chunk is an exact integer, whatever instructions compute it.
+ * INT8        int8 values, with a scale for each output and scale block: the sum of a block is multiplied by it
+ * W8A8        as INT8, and the inputs are quantized to int8 too, with a scale for each row and scale block. Four inputs of an output lie side
+ *             by side: w[o / 16][i / 4][o % 16][i % 4]. The sum of a block is an exact integer, whatever instructions compute it.
  *
  * With the first three the inputs are fp32 and weights become fp32 before they are multiplied, which is exact.
  */
 #define PANEL 16
-#define CHUNK 256
+#define SCALE_BLOCK 256 /* inputs; the same number is in model/quantized.py */
 
 enum { FP32, BF16, INT8, W8A8 };
 
 /* A weight matrix (O, I); library.py has the same fields in the same order. */
 typedef struct {
     const void *panels;
-    const float *scales; /* (panels, chunks, 16); null for FP32 and BF16 */
+    const float *scales; /* (panels, scale blocks, 16); null for FP32 and BF16 */
     int32_t O, I, format;
 } Matrix;
 
@@ -60,15 +60,15 @@ INLINE v8 load_weights(int format, const void *w, long i) {
 
 INLINE int weight_size(int format) { return format == FP32 ? 4 : format == BF16 ? 2 : 1; }
 
-/* Adds the sum of a chunk to eight outputs, or stores it if the chunk is the first one; `room` outputs exist from here on. */
+/* Adds the sum of a scale block to eight outputs, or stores it if the block is the first one; only `room` outputs exist from y on. */
 INLINE void add_to_outputs(float *y, v8 sum, int room, int accumulate) {
     if (room >= 8) store(y, accumulate ? load(y) + sum : sum);
     else for (int o = 0; o < room; o++) y[o] = accumulate ? y[o] + sum[o] : sum[o];
 }
 
-/* The inner kernel: T rows of x times P panels over the k inputs of a chunk, for the first `n_outputs` outputs. y[t] = x[t] w, or
+/* The inner kernel: T rows of x times P panels over the k inputs of a scale block, for the first `n_outputs` outputs. y[t] = x[t] w, or
  * y[t] += x[t] w with `accumulate`. `panel` and `scale_panel` are the distances of panels, in weights and scales. With three rows or more
- * the next chunk is prefetched: the hardware prefetcher stops at page boundaries. */
+ * the next scale block is prefetched: the hardware prefetcher stops at page boundaries. */
 #define MICRO_ARGUMENTS int k, long panel, const void *w, const float *scales, long scale_panel, const float *x, long ldx, float *y, long ldy, int n_outputs, int accumulate
 INLINE void micro(const int format, const int T, const int P, MICRO_ARGUMENTS) {
     v8 acc[6][8]; /* [T][2 P]; of constant size, so that the compiler keeps them in registers */
@@ -76,7 +76,7 @@ INLINE void micro(const int format, const int T, const int P, MICRO_ARGUMENTS) {
         for (int j = 0; j < 2 * P; j++) acc[t][j] = splat(0);
     for (int i = 0; i < k; i++) {
         v8 ws[8];
-        if (T > 2 && i % (4 / weight_size(format)) == 0) __builtin_prefetch((const char *)w + (long)(i + CHUNK) * PANEL * weight_size(format), 0, 2);
+        if (T > 2 && i % (4 / weight_size(format)) == 0) __builtin_prefetch((const char *)w + (long)(i + SCALE_BLOCK) * PANEL * weight_size(format), 0, 2);
         for (int j = 0; j < 2 * P; j++) {
             ws[j] = load_weights(format, w, j / 2 * panel + i * PANEL + j % 2 * 8);
             if (T == 1) acc[0][j] = fma8(ws[j], splat(x[i]), acc[0][j]);
@@ -95,7 +95,7 @@ INLINE void micro(const int format, const int T, const int P, MICRO_ARGUMENTS) {
         }
 }
 
-/* Inputs as whole numbers: T rows at distances of ldq; their scales at distances of ldscale. */
+/* Quantized inputs: T rows at distances of ldq; their scales at distances of ldscale. */
 #define MICRO_W8A8_ARGUMENTS int k, long panel, const int8_t *w, const float *scales, long scale_panel, const int8_t *q, long ldq, const float *q_scales, long ldscale, float *y, long ldy, int n_outputs, int accumulate
 
 /* sum + the products of four inputs with their weights of eight outputs (8, 4). */
@@ -116,13 +116,13 @@ INLINE v8i dot4(v8i sum, const int8_t *w, const int8_t *q) {
 #endif
 }
 
-/* As `micro`, for inputs as whole numbers; k is a multiple of 4. */
+/* As `micro`, for quantized inputs; k is a multiple of 4. */
 INLINE void micro_w8a8(const int T, const int P, MICRO_W8A8_ARGUMENTS) {
     v8i acc[6][8];
     for (int t = 0; t < T; t++)
         for (int j = 0; j < 2 * P; j++) acc[t][j] = (v8i){0};
     for (int i = 0; i < k; i += 4) {
-        if (T > 2) __builtin_prefetch(w + (long)(i + CHUNK) * PANEL, 0, 2);
+        if (T > 2) __builtin_prefetch(w + (long)(i + SCALE_BLOCK) * PANEL, 0, 2);
         for (int t = 0; t < T; t++)
             for (int j = 0; j < 2 * P; j++) acc[t][j] = dot4(acc[t][j], w + j / 2 * panel + i * PANEL + j % 2 * 32, q + t * ldq + i);
     }
@@ -148,9 +148,9 @@ DEFINE_MICRO(1, 1) DEFINE_MICRO(1, 4) DEFINE_MICRO(2, 1) DEFINE_MICRO(2, 2) DEFI
 static const Micro micros[3][8] = {TABLE(micro_fp32), TABLE(micro_bf16), TABLE(micro_int8)};
 static const MicroW8A8 micros_w8a8[8] = TABLE(micro_w8a8);
 
-/* n inputs as whole numbers q, scale * q being within scale / 2 of x; returns the scale, the largest |x| / 127. It is NaN if an input is NaN
+/* Quantizes n inputs to int8 values q, scale * q being within scale / 2 of x; returns the scale, the largest |x| / 127. It is NaN if an input is NaN
  * or infinite. q has room for n rounded up to a multiple of 4, filled with zeros. */
-static float quantize_chunk(int n, const float *x, int8_t *q) {
+static float quantize_block(int n, const float *x, int8_t *q) {
     v8 top = splat(0), zeros = splat(0);
     int i = 0;
     for (; i + 8 <= n; i += 8) {
@@ -176,45 +176,45 @@ static float quantize_chunk(int n, const float *x, int8_t *q) {
     return largest / 127 + zero;
 }
 
-/* The rows of a thread's current product as whole numbers: W8A8 only. */
+/* The quantized rows of a thread's current product: W8A8 only. */
 #define MAX_QUANTIZED (4 << 20)
 #define MAX_ROWS 510 /* rows at a time, so that they stay in the cache: whole tiles of 6 */
 static __thread struct {
     int8_t q[MAX_QUANTIZED];
-    float scales[MAX_QUANTIZED / CHUNK + MAX_ROWS];
+    float scales[MAX_QUANTIZED / SCALE_BLOCK + MAX_ROWS];
 } quantized;
 
-static inline int chunks_of(const Matrix *w) { return (w->I + CHUNK - 1) / CHUNK; }
+static inline int scale_blocks_of(const Matrix *w) { return (w->I + SCALE_BLOCK - 1) / SCALE_BLOCK; }
 static inline long padded_inputs(const Matrix *w) { return w->format == W8A8 ? (w->I + 3L) & ~3L : w->I; }
 
 static void quantize_rows(int n, const Matrix *w, const float *x, long ldx) {
     for (int t = 0; t < n; t++)
-        for (int c = 0; c < chunks_of(w); c++) {
-            int first = c * CHUNK, k = w->I - first < CHUNK ? w->I - first : CHUNK;
-            quantized.scales[t * chunks_of(w) + c] = quantize_chunk(k, x + t * ldx + first, quantized.q + t * padded_inputs(w) + first);
+        for (int c = 0; c < scale_blocks_of(w); c++) {
+            int first = c * SCALE_BLOCK, k = w->I - first < SCALE_BLOCK ? w->I - first : SCALE_BLOCK;
+            quantized.scales[t * scale_blocks_of(w) + c] = quantize_block(k, x + t * ldx + first, quantized.q + t * padded_inputs(w) + first);
         }
 }
 
 /* Panels first .. last - 1 of a matrix for all n rows. For W8A8 the rows are in `quantized`. */
 static void matmul_panels(int n, const Matrix *m, int first, int last, const float *x, long ldx, float *y, long ldy) {
-    int tiles = (n + 5) / 6, p = first, format = m->format, n_chunks = chunks_of(m);
+    int tiles = (n + 5) / 6, p = first, format = m->format, n_blocks = scale_blocks_of(m);
     long inputs = padded_inputs(m), panel = inputs * PANEL;
     while (p < last) {
         int n_panels = n == 1 ? 4 : n == 2 ? 2 : 1; /* with few rows several panels at a time: enough independent sums to hide the latency of an FMA */
         if (p + n_panels > last || (p + n_panels) * PANEL > m->O) n_panels = 1;
         int n_outputs = m->O - p * PANEL < n_panels * PANEL ? m->O - p * PANEL : n_panels * PANEL;
-        for (int c = 0; c < n_chunks; c++) {
-            long i = (long)c * CHUNK;
-            int k = inputs - i < CHUNK ? inputs - i : CHUNK;
+        for (int c = 0; c < n_blocks; c++) {
+            long i = (long)c * SCALE_BLOCK;
+            int k = inputs - i < SCALE_BLOCK ? inputs - i : SCALE_BLOCK;
             const void *w = (const char *)m->panels + (p * panel + i * PANEL) * weight_size(format);
-            const float *scales = m->scales ? m->scales + ((long)p * n_chunks + c) * PANEL : 0;
+            const float *scales = m->scales ? m->scales + ((long)p * n_blocks + c) * PANEL : 0;
             for (int j = 0, t = 0; j < tiles; j++) {
                 int rows = (n - t) / (tiles - j), kernel = n_panels == 4 ? 0 : n_panels == 2 ? 1 : 1 + rows;
-                float *at = y + t * ldy + p * PANEL;
+                float *out = y + t * ldy + p * PANEL;
                 if (format == W8A8)
-                    micros_w8a8[kernel](k, panel, w, scales, (long)n_chunks * PANEL, quantized.q + t * inputs + i, inputs, quantized.scales + t * n_chunks + c, n_chunks, at, ldy, n_outputs, c > 0);
+                    micros_w8a8[kernel](k, panel, w, scales, (long)n_blocks * PANEL, quantized.q + t * inputs + i, inputs, quantized.scales + t * n_blocks + c, n_blocks, out, ldy, n_outputs, c > 0);
                 else
-                    micros[format][kernel](k, panel, w, scales, (long)n_chunks * PANEL, x + t * ldx + i, ldx, at, ldy, n_outputs, c > 0);
+                    micros[format][kernel](k, panel, w, scales, (long)n_blocks * PANEL, x + t * ldx + i, ldx, out, ldy, n_outputs, c > 0);
                 t += rows;
             }
         }
@@ -225,16 +225,16 @@ static void matmul_panels(int n, const Matrix *m, int first, int last, const flo
 /* y = x w^T in one phase. Returns 0 in a helper thread that came too late, as finish_phase does. */
 #define PANELS_PER_CLAIM 8
 static int matmul(Thread *self, int n, const Matrix *w, const float *x, long ldx, float *y, long ldy) {
-    Phase s = begin_phase(self, (w->O + PANEL - 1) / PANEL, PANELS_PER_CLAIM);
+    Phase phase = begin_phase(self, (w->O + PANEL - 1) / PANEL, PANELS_PER_CLAIM);
     long fitting = w->format == W8A8 ? MAX_QUANTIZED / padded_inputs(w) : MAX_ROWS;
-    int at_a_time = fitting < MAX_ROWS ? (int)fitting : MAX_ROWS, in_place = -1;
-    while (claim(self, &s))
+    int at_a_time = fitting < MAX_ROWS ? (int)fitting : MAX_ROWS, quantized_from = -1; /* the first of the rows in `quantized`; -1: none */
+    while (claim(self, &phase))
         for (int t = 0; t < n; t += at_a_time) {
             int rows = n - t < at_a_time ? n - t : at_a_time;
-            if (w->format == W8A8 && in_place != t) quantize_rows(rows, w, x + t * ldx, ldx), in_place = t;
-            matmul_panels(rows, w, s.first, s.last, x + t * ldx, ldx, y + t * ldy, ldy);
+            if (w->format == W8A8 && quantized_from != t) quantize_rows(rows, w, x + t * ldx, ldx), quantized_from = t;
+            matmul_panels(rows, w, phase.first, phase.last, x + t * ldx, ldx, y + t * ldy, ldy);
         }
-    return finish_phase(self, &s);
+    return finish_phase(self, &phase);
 }
 
 typedef struct {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from twoscale.engine.kernels.base import Kernels, RowKernels, Stage
+from twoscale.engine.kernels.base import Kernels, RowKernels, StageKernels
 from twoscale.engine.kernels.library import (
     MAX_FUSED_ROWS,
     BlockWeights,
@@ -28,12 +28,12 @@ from twoscale.engine.kernels.native_rows import (
     NativeAttention,
     NativeEvaluator,
     NativeRowKernels,
-    NativeStage,
+    NativeStageKernels,
     scratch,
 )
 from twoscale.engine.kernels.panels import Panels, pack
 from twoscale.engine.kernels.torch_ops import TorchKernels
-from twoscale.exits.rule import Evaluator, Meter, Numbers
+from twoscale.exits.rule import Evaluator, Numbers, StepNormsFunction
 from twoscale.exits.statistics import Condition
 from twoscale.model import LoopedGPT
 from twoscale.model.layers import MLP, Block, RMSNorm, Rope
@@ -47,7 +47,7 @@ MIN_PARALLEL_SIZE = 16_384  # elements from which several threads are faster tha
 
 
 class NativeLinear(nn.Module):
-    """x -> x @ weight.T with the weight in panels. The panels never change, so models and their decode copies share them."""
+    """x -> x @ weight.T with the weight in panels. The panels never change, so models and their inference copies share them."""
 
     def __init__(self, panels: Panels, library: Library) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class NativeNorm(nn.Module):
     """RMSNorm in one call."""
 
     def __init__(self, norm: RMSNorm, library: Library) -> None:
-        """`norm` belongs to the decode copy, so the address of its weight does not change."""
+        """`norm` belongs to the inference copy, so the address of its weight does not change."""
         super().__init__()
         self.norm, self.eps, self.library = norm, norm.eps, library
         self.gain = pointer(norm.weight, norm.weight.numel())
@@ -121,12 +121,12 @@ class NativeBlock(nn.Module):
     """A transformer block as one fused call; with more than MAX_FUSED_ROWS rows one call per operator."""
 
     def __init__(self, block: Block, library: Library) -> None:
-        """`block` belongs to the decode copy; its submodules are native already."""
+        """`block` belongs to the inference copy; its submodules are native already."""
         super().__init__()
         attn, mlp = block.attn, block.mlp
         qkv, out, up, down = (cast(NativeLinear, m) for m in (attn.qkv, attn.out, mlp.up, mlp.down))
         norms = (cast(nn.Module, norm) for norm in (block.norm1, block.norm2, block.norm3, block.norm4))
-        # Of attention's input and output, then of the MLP's; the outputs' are None in a pre-norm block, and see `norm_after_add`.
+        # Gains of the norms of attention input, attention output, MLP input, MLP output. Output norms are None in a pre-norm block.
         gain1, gain2, gain3, gain4 = (norm.gain if isinstance(norm, NativeNorm) else None for norm in norms)
         bias = None if attn.qk_bias is None else pointer(attn.qk_bias, attn.qk_bias.numel())
         self.block, self.library, self.gains = block, library, (gain2, gain3, gain4)
@@ -161,24 +161,24 @@ class NativeBlock(nn.Module):
         return out
 
 
-class NativeMeter:
-    """Computes the step norms of all rows in one call; see `exits.rule.Meter`."""
+class NativeStepNorms:
+    """Computes the step norms of all rows in one call; see `exits.rule.StepNormsFunction`."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self._one_row = (ctypes.c_float * NORMS)()
         self._checked: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
 
-    def __call__(self, before: Tensor, after: Tensor, last: Tensor) -> Sequence[Numbers]:
+    def __call__(self, before: Tensor, after: Tensor, previous_step: Tensor) -> Sequence[Numbers]:
         n, C = after.shape
         norms = self._one_row if n == 1 else (ctypes.c_float * (NORMS * n))()
         threads = 1 if n * C < MIN_PARALLEL_SIZE else threads_to_use()
-        # One step's `after` is the next one's `before`, and `last` is updated in place: their addresses were checked one step ago.
+        # One step's `after` is the next one's `before`, and `previous_step` is updated in place: their addresses were checked one step ago.
         checked, after_ptr = self._checked, pointer(after, n * C)
         before_ptr = checked[1] if before is checked[0] else pointer(before, n * C)
-        last_ptr = checked[3] if last is checked[2] else pointer(last, n * C)
-        self._checked = after, after_ptr, last, last_ptr
-        self.library.measure(threads, n, C, before_ptr, after_ptr, last_ptr, norms)
+        previous_ptr = checked[3] if previous_step is checked[2] else pointer(previous_step, n * C)
+        self._checked = after, after_ptr, previous_step, previous_ptr
+        self.library.step_norms(threads, n, C, before_ptr, after_ptr, previous_ptr, norms)
         # As doubles, like the Python floats of a single row: the comparison with a threshold must not depend on the batch.
         return norms if n == 1 else torch.frombuffer(norms, dtype=torch.float32).view(n, NORMS).double().unbind(dim=1)  # type: ignore[return-value]
 
@@ -188,7 +188,7 @@ class NativeKernels(TorchKernels):
 
     name = "native"
     copies_weights = True
-    exact_rows = True
+    batch_invariant = True
 
     def __init__(self, library: Library) -> None:
         super().__init__()
@@ -213,14 +213,14 @@ class NativeKernels(TorchKernels):
         plain = isinstance(model.wte, nn.Embedding) and (model.wpe is None or isinstance(model.wpe, nn.Embedding))  # not in panels
         return EmbedRows(model, self.library) if plain else super().embedding(model)
 
-    def stage(self, module: nn.Module, first_layer: int) -> Stage:
-        return NativeStage(module, first_layer, self.library)
+    def stage_kernels(self, module: nn.Module, first_layer: int) -> StageKernels:
+        return NativeStageKernels(module, first_layer, self.library)
 
     def bind(self, rows: "Rows") -> RowKernels:
         return NativeRowKernels(rows, self.library)  # type: ignore[return-value]
 
-    def meter(self) -> Meter:
-        return NativeMeter(self.library)
+    def step_norms_function(self) -> StepNormsFunction:
+        return NativeStepNorms(self.library)
 
     def evaluator(self, condition: Condition) -> Evaluator | None:
         by_norms = not condition.statistic.reads_logits and not condition.parameters  # then Python's arithmetic is the same
@@ -232,10 +232,10 @@ class NativeKernels(TorchKernels):
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return pointer(keys, keys.numel()), pointer(values, values.numel())
 
-    def settle(self, layer_cache: "LayerCache", step: int, at: "Positions") -> None:
-        if not isinstance(at, int):
-            return super().settle(layer_cache, step, at)
+    def fill_deeper_levels(self, layer_cache: "LayerCache", step: int, positions: "Positions") -> None:
+        if not isinstance(positions, int):
+            return super().fill_deeper_levels(layer_cache, step, positions)
         J, capacity, D = layer_cache.shape
         level = (step - 1) % layer_cache.max_levels
-        self.library.settle(J, D, capacity, at, level, step, layer_cache.n_levels, *layer_cache.addresses)
+        self.library.fill_deeper_levels(J, D, capacity, positions, level, step, layer_cache.n_levels, *layer_cache.addresses)
         return None

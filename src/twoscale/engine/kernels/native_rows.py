@@ -1,7 +1,8 @@
 """The rows of a batch for the C kernels: attention, and the layers of a stage in one call (loop.c).
 
-A call is a plain stage, or several loop steps of a group with the conditions of its exit rules. It is bit-equal to `base.Stage`, which is
-used where this cannot be: more than MAX_FUSED_ROWS rows, noise in every step, or an exit rule without a `Condition`.
+One C call runs a plain stage, or several loop steps of a group with the conditions of its exit rules. It is bit-equal to
+`base.StageKernels`, which is used in the other cases: more than MAX_FUSED_ROWS rows, noise in every step, or an exit rule without a
+`Condition`.
 
 Shapes: N rows, C width, H query heads, J key/value heads, D head width.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from twoscale.engine.kernels.base import Interrupt, LoopSteps, Stage
+from twoscale.engine.kernels.base import Interrupt, LoopSteps, StageKernels
 from twoscale.engine.kernels.library import (
     MAX_FUSED_ROWS,
     SANITIZE,
@@ -25,7 +26,7 @@ from twoscale.engine.kernels.library import (
     LoopRows,
     RowSet,
     StageWeights,
-    floats,
+    empty_floats,
     input_and_output,
     pointer,
     row_pointer,
@@ -43,19 +44,19 @@ if TYPE_CHECKING:
     from twoscale.engine.rows import Rows
 
 
-NORMS = 5  # of a row, see `measure` in rowwise.c
+NORMS = 5  # of a row, see `step_norms` in rowwise.c
 LENS_ROWS = 32  # rows whose logits are computed at a time, as in loop.c
 
 
 class Scratch(threading.local):
     """Scratch memory of one thread, valid during a C call."""
 
-    size, memory = 0, floats(0)
+    size, memory = 0, empty_floats(0)
 
     def __call__(self, size: int) -> int:
         """The address of at least `size` floats."""
-        if size > self.size or SANITIZE:  # then of exactly this size, so that accesses beyond it are seen
-            self.memory, self.size = floats(size), size
+        if size > self.size or SANITIZE:  # with SANITIZE always of exactly this size, so that accesses beyond it are detected
+            self.memory, self.size = empty_floats(size), size
             self.address = pointer(self.memory, size)
         return self.address
 
@@ -76,12 +77,12 @@ class NativeRowKernels:
             (ctypes.c_int64 * self.n)(*part_of_row),
             (ctypes.c_int64 * len(rows.parts))(*[p.cache.capacity for p in rows.parts]),
         )
-        self._kept = parts, capacities, rows.positions  # C holds their addresses
+        self._keep_alive = parts, capacities, rows.positions  # C holds their addresses
         self.addresses = ctypes.addressof(parts), ctypes.addressof(capacities), pointer(rows.positions, self.n, torch.int64)
         self._row_set = RowSet(self.n, len(rows.parts), *self.addresses, self.longest)
         self.row_set = ctypes.addressof(self._row_set)
         self._rope: Rope | None = None
-        self._memory: dict[int, ctypes.Array[ctypes.c_void_p]] = {}
+        self._kv_pointers: dict[int, ctypes.Array[ctypes.c_void_p]] = {}
 
     def attention(self, layer: int) -> "NativeAttention":
         return NativeAttention(self, layer)
@@ -93,15 +94,15 @@ class NativeRowKernels:
             self._rope = rope
         return self._angles
 
-    def memory(self, first_layer: int, n_layers: int) -> int:
-        """The address of pointers (n_layers, parts) to the `LayerMemory` of each part's cache, whose first levels exist then."""
-        if first_layer not in self._memory:
+    def kv_pointers(self, first_layer: int, n_layers: int) -> int:
+        """The address of pointers (n_layers, parts) to the `KVPointers` of each part's cache. Allocates the first level of each layer."""
+        if first_layer not in self._kv_pointers:
             layers = [part.cache.layers[i] for i in range(first_layer, first_layer + n_layers) for part in self.parts]
             for i, layer in enumerate(layers):
                 if not layer.n_levels:
                     layer.ensure_level(1, self.parts[i % len(self.parts)].cache.length)
-            self._memory[first_layer] = (ctypes.c_void_p * len(layers))(*[layer.memory_address for layer in layers])
-        return ctypes.addressof(self._memory[first_layer])
+            self._kv_pointers[first_layer] = (ctypes.c_void_p * len(layers))(*[layer.kv_pointers_address for layer in layers])
+        return ctypes.addressof(self._kv_pointers[first_layer])
 
 
 class NativeAttention:
@@ -143,7 +144,7 @@ class EmbedRows:
         self.width, self.scale, self.library = c.n_embd, c.n_embd**0.5 if c.scale_embedding else 1.0, library
         self.n_tokens, self.n_positions = len(wte), 0 if wpe is None else len(wpe)
         self.addresses = pointer(wte, wte.numel()), None if wpe is None else pointer(wpe, wpe.numel())
-        self._kept = wte, wpe
+        self._keep_alive = wte, wpe
 
     def __call__(self, rows: "Rows") -> Tensor:
         n, C = rows.n, self.width
@@ -155,8 +156,8 @@ class EmbedRows:
         return out
 
 
-class NativeStage(Stage):
-    """The layers of a stage of the decode copy, whose modules are native."""
+class NativeStageKernels(StageKernels):
+    """The kernels of a stage of the inference copy, whose modules are native."""
 
     def __init__(self, module: nn.Module, first_layer: int, library: Library) -> None:
         super().__init__(module, first_layer)
@@ -165,67 +166,65 @@ class NativeStage(Stage):
         self.n_layers, self.width, self.head_dim = len(blocks), blocks[0].width, blocks[0].head_dim
         self.scratch_per_row = max(block.scratch for block in blocks)
         self._blocks = (ctypes.c_void_p * len(blocks))(*(block.address for block in blocks))
-        of_state, gain, eps = None, None, 0.0
+        state_weight, gain, eps = None, None, 0.0
         if isinstance(module, LoopGroup):
             if module.adapter is not None:
-                of_state = cast("NativeLinear", module.adapter.of_state).address
+                state_weight = cast("NativeLinear", module.adapter.of_state).address
             if module.config.group_norm == "step" and module.norm is not None:
                 norm = cast("NativeNorm", module.norm)
                 gain, eps = norm.gain, norm.eps
-        self._weights = StageWeights(self.width, len(blocks), ctypes.addressof(self._blocks), of_state, gain, eps)
+        self._weights = StageWeights(self.width, len(blocks), ctypes.addressof(self._blocks), state_weight, gain, eps)
         self.address = ctypes.addressof(self._weights)
 
     def run(self, x: Tensor, rope: Rope | None, rows: "Rows") -> Tensor:
-        bound, n, threads = cast(NativeRowKernels, rows.bound), rows.n, threads_to_use()
+        row_kernels, n, threads = cast(NativeRowKernels, rows.row_kernels), rows.n, threads_to_use()
         if n > MAX_FUSED_ROWS:
             return super().run(x, rope, rows)
         x, x_ptr, out, out_ptr = input_and_output(x, n * self.width)
-        cos, sin = (None, None) if rope is None else bound.angles(rope, self.head_dim)
-        memory = bound.memory(self.first_layer, self.n_layers)
-        work = scratch(n * self.scratch_per_row + 2 * threads * bound.longest)
-        self.library.run_stage(threads, self.address, bound.row_set, memory, x_ptr, cos, sin, work, out_ptr)
+        cos, sin = (None, None) if rope is None else row_kernels.angles(rope, self.head_dim)
+        kv = row_kernels.kv_pointers(self.first_layer, self.n_layers)
+        work = scratch(n * self.scratch_per_row + 2 * threads * row_kernels.longest)
+        self.library.run_stage(threads, self.address, row_kernels.row_set, kv, x_ptr, cos, sin, work, out_ptr)
         return out
 
     def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt) -> LoopSteps:
-        if loop.bound is None:
-            loop.bound = FusedLoop(self, loop) if FusedLoop.applies(loop) else self
-        return (
-            loop.bound.run(loop, max_steps, interrupt) if isinstance(loop.bound, FusedLoop) else super().iterate(loop, max_steps, interrupt)
-        )
+        if not loop.fused_is_chosen:
+            loop.fused, loop.fused_is_chosen = FusedLoop(self, loop) if FusedLoop.applies(loop) else None, True
+        return super().iterate(loop, max_steps, interrupt) if loop.fused is None else loop.fused.run(loop, max_steps, interrupt)
 
 
 class FusedLoop:
     """Rows inside a loop group whose steps are taken in C. It is made anew when the rows change."""
 
-    def __init__(self, stage: NativeStage, loop: "Loop") -> None:
+    def __init__(self, stage: NativeStageKernels, loop: "Loop") -> None:
         rows, rules = loop.rows, loop.rules
         assert rows is not None
-        n, C, n_parts, bound = rows.n, stage.width, len(rows.parts), cast(NativeRowKernels, rows.bound)
-        self.stage, self.rows, self.n, self.bound, self.threads = stage, rows, n, bound, threads_to_use()
+        n, C, n_parts, row_kernels = rows.n, stage.width, len(rows.parts), cast(NativeRowKernels, rows.row_kernels)
+        self.stage, self.rows, self.n, self.row_kernels, self.threads = stage, rows, n, row_kernels, threads_to_use()
         self.states, streaks = (torch.empty_like(loop.x), torch.empty_like(loop.x)), rules.streaks()
         self.streaks = None if streaks is None else (ctypes.c_int64 * n)(*streaks)
-        self.k, max_k = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.max_steps)
+        self.loop_step, max_steps = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.max_steps)
         self.fired, self.exits = (ctypes.c_uint8 * n)(), (ctypes.c_uint8 * n)()
         values = (ctypes.c_double * n)()
         injected = None if loop.injected is None else loop.injected.contiguous()
-        last = None if rules.history is None else rules.history.last_of(loop.x)
-        norms = None if last is None else (ctypes.c_float * (NORMS * n))()
-        cos, sin = (None, None) if loop.rope is None else bound.angles(loop.rope, stage.head_dim)
+        previous_step = None if rules.previous_steps is None else rules.previous_steps.vectors_like(loop.x)
+        norms = None if previous_step is None else (ctypes.c_float * (NORMS * n))()
+        cos, sin = (None, None) if loop.rope is None else row_kernels.angles(loop.rope, stage.head_dim)
         self.pointers = pointers = LoopRows(
             injected=None if injected is None else pointer(injected, n * C),
             cos=cos,
             sin=sin,
-            last=None if last is None else pointer(last, n * C),
+            previous_step=None if previous_step is None else pointer(previous_step, n * C),
             norms=_address(norms),
-            memory=bound.memory(stage.first_layer, stage.n_layers),
-            k=_address(self.k),
-            max_k=_address(max_k),
+            kv=row_kernels.kv_pointers(stage.first_layer, stage.n_layers),
+            loop_step=_address(self.loop_step),
+            max_steps=_address(max_steps),
             values=_address(values),
             streak=_address(self.streaks),
             fired=_address(self.fired),
             exits=_address(self.exits),
         )
-        self._kept: list[object] = [max_k, values, injected, last, norms]  # C holds their addresses
+        self._keep_alive: list[object] = [max_steps, values, injected, previous_step, norms]  # C holds their addresses
         self._add_tests(pointers, rules, loop.engine.model)
         self.address = ctypes.addressof(pointers)
 
@@ -236,26 +235,27 @@ class FusedLoop:
         tests = (ExitTest * len(rules.by_rule))()
         for i, entry in enumerate(rules.by_rule):
             if entry.state is not None and entry.condition is not None:
-                entry.state.last = remembered(entry.condition, entry.state.last, len(entry.row_indices), model.config.vocab_size)
-                tests[i] = exit_test(entry.condition, entry.state.rule, entry.state.last)
+                state, n_rows = entry.state, len(entry.row_indices)
+                state.remembered = rule_state_buffer(entry.condition, state.remembered, n_rows, model.config.vocab_size)
+                tests[i] = exit_test(entry.condition, state.rule, state.remembered)
         pointers.tests = ctypes.addressof(tests)
-        self._kept.append(tests)
+        self._keep_alive.append(tests)
         if any(entry.condition is not None and entry.condition.statistic.reads_logits for entry in rules.by_rule):
             norm = cast("NativeNorm | None", model.ln_f) if model.config.final_norm else None
             head = cast("NativeLinear", model.lm_head)
             gain, eps = (None, 0.0) if norm is None else (norm.gain, norm.eps)
             lens = Lens(model.config.vocab_size, gain, head.address, eps)
             size = min(self.n, LENS_ROWS) * (self.stage.width + head.out_features)
-            logits = floats(size)
+            logits = empty_floats(size)
             pointers.lens, pointers.lens_scratch = ctypes.addressof(lens), pointer(logits, size)
-            self._kept += [lens, logits]
+            self._keep_alive += [lens, logits]
         if len(tests) > 1:
-            test_of_row, place = (ctypes.c_int32 * self.n)(), (ctypes.c_int32 * self.n)()
+            test_index, index_in_test = (ctypes.c_int32 * self.n)(), (ctypes.c_int32 * self.n)()
             for i, entry in enumerate(rules.by_rule):
                 for j, row in enumerate(entry.row_indices):
-                    test_of_row[row], place[row] = -1 if entry.rule is None else i, j
-            pointers.test, pointers.place = ctypes.addressof(test_of_row), ctypes.addressof(place)
-            self._kept += [test_of_row, place]
+                    test_index[row], index_in_test[row] = -1 if entry.rule is None else i, j
+            pointers.test_index, pointers.index_in_test = ctypes.addressof(test_index), ctypes.addressof(index_in_test)
+            self._keep_alive += [test_index, index_in_test]
 
     @staticmethod
     def applies(loop: "Loop") -> bool:
@@ -263,25 +263,25 @@ class FusedLoop:
         return len(loop) <= MAX_FUSED_ROWS and loop.engine.config.noise == "start" and loop.rules.conditions() is not None
 
     def run(self, loop: "Loop", max_steps: int, interrupt: Interrupt) -> LoopSteps:
-        """See `Stage.iterate`."""
-        stage, pointers, parts, (even, odd) = self.stage, self.pointers, self.rows.parts, self.states
+        """See `StageKernels.iterate`."""
+        stage, pointers, parts, (buffer_a, buffer_b) = self.stage, self.pointers, self.rows.parts, self.states
         x, size = loop.x, self.n * self.stage.width
-        if x is even:  # it must not be overwritten: the step before a call may be the last one of the call before
-            even, odd = odd, even
-        pointers.x, pointers.even, pointers.odd = pointer(x, size), pointer(even, size), pointer(odd, size)
-        pointers.scratch = scratch(self.n * stage.scratch_per_row + 2 * self.threads * self.bound.longest)
+        if x is buffer_a:  # x may be the output buffer of the previous call: write the other buffer first
+            buffer_a, buffer_b = buffer_b, buffer_a
+        pointers.x, pointers.buffer_a, pointers.buffer_b = pointer(x, size), pointer(buffer_a, size), pointer(buffer_b, size)
+        pointers.scratch = scratch(self.n * stage.scratch_per_row + 2 * self.threads * self.row_kernels.longest)
         for i, part in enumerate(parts):
-            self.k[i] = part.k
-        taken = stage.library.iterate(self.threads, stage.address, self.bound.row_set, self.address, max_steps, interrupt.address)
+            self.loop_step[i] = part.loop_step
+        taken = stage.library.iterate(self.threads, stage.address, self.row_kernels.row_set, self.address, max_steps, interrupt.address)
         for part in parts:
-            part.k += taken
+            part.loop_step += taken
         if self.streaks is not None:
             loop.rules.set_streaks(self.streaks[:])
-        before, after = (odd, even) if taken % 2 else (even, odd)
+        before, after = (buffer_b, buffer_a) if taken % 2 else (buffer_a, buffer_b)
         return LoopSteps(taken, x if taken == 1 else before, after, *self._exits(loop.rules))
 
     def _exits(self, rules: "LoopExitRules") -> tuple[Tensor | bool, Tensor | bool]:
-        """Which rows exit, and which of them return the state before the last step."""
+        """Which rows exit, and which of them return the state before the newest step."""
         by_rule = rules.by_rule
         if self.n == 1:
             rule = by_rule[0].rule
@@ -303,20 +303,20 @@ class FusedLoop:
         return exits, fired
 
 
-def remembered(condition: Condition, last: Tensor, n: int, vocab_size: int) -> Tensor:
-    """What a statistic remembers of n rows, (n, size) fp32; NaN if there is nothing yet (`last` has no dimensions)."""
+def rule_state_buffer(condition: Condition, remembered: Tensor, n: int, vocab_size: int) -> Tensor:
+    """`RuleState.remembered` of n rows as a buffer that C updates, (n, size) fp32; all NaN if `remembered` is still a scalar."""
     size = {"nothing": 0, "number": 1, "distribution": vocab_size}[condition.statistic.remembers]
-    if not size or last.dim():
-        return last
+    if not size or remembered.dim():
+        return remembered
     return torch.full((n, size), math.nan, dtype=torch.float32, device="cpu")
 
 
-def exit_test(condition: Condition, rule: Rule | None, last: Tensor) -> ExitTest:
-    """A condition for C, with the rows' memory; the caller keeps both as long as C uses it."""
-    memory, size = (pointer(last, last.numel()), last.shape[1]) if last.dim() else (None, 0)
+def exit_test(condition: Condition, rule: Rule | None, rule_state: Tensor) -> ExitTest:
+    """A condition for C, with the buffer of the rows' rule state; the caller keeps both alive while C uses them."""
+    state_ptr, size = (pointer(rule_state, rule_state.numel()), rule_state.shape[1]) if rule_state.dim() else (None, 0)
     parameters = condition.parameter_array.buffer_info()[0] if condition.parameters else None
     hits, min_steps = (1, 1) if rule is None else (rule.hits, rule.min_steps)
-    return ExitTest(condition.tau, parameters, memory, size, hits, min_steps, condition.statistic.code, condition.above)
+    return ExitTest(condition.tau, parameters, state_ptr, size, hits, min_steps, condition.statistic.code, condition.above)
 
 
 class NativeEvaluator:
@@ -331,18 +331,18 @@ class NativeEvaluator:
         steps = (ctypes.c_int64 * n)(*([k] * n if isinstance(k, int) else k.tolist()))
         norms = None
         if view.norms is not None:
-            each = torch.stack([torch.as_tensor(norm, dtype=torch.float64).expand(n) for norm in view.norms], dim=1)
-            norms = each.float().contiguous()
+            as_doubles = torch.stack([torch.as_tensor(norm, dtype=torch.float64).expand(n) for norm in view.norms], dim=1)
+            norms = as_doubles.float().contiguous()
         logits = view.logits.contiguous() if self.condition.statistic.reads_logits else None
         V = 0 if logits is None else logits.shape[1]
-        last = remembered(self.condition, view.last, n, V)
-        test, values = exit_test(self.condition, None, last), torch.empty(n, dtype=torch.float64, device="cpu")
+        rule_state = rule_state_buffer(self.condition, view.last, n, V)
+        test, values = exit_test(self.condition, None, rule_state), torch.empty(n, dtype=torch.float64, device="cpu")
         self.library.statistics(
             n, C, V, ctypes.addressof(test), pointer(before, n * C), pointer(after, n * C),
             None if norms is None else pointer(norms, n * NORMS), steps, None if logits is None else pointer(logits, n * V),
             pointer(values, n, torch.float64),
         )  # fmt: skip
-        return values, last
+        return values, rule_state
 
 
 def _address(array: "ctypes.Array[Any] | None") -> int | None:

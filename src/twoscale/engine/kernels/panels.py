@@ -4,7 +4,7 @@
     w8a8               (P, I / 4, 16, 4): four inputs of an output lie side by side; I is padded to a multiple of 4
     scales             (P, G, 16) fp32, for int8 and w8a8
 
-The last panel is padded with zeros. Shapes: O outputs, I inputs, P panels, G groups of inputs that share a scale.
+The last panel is padded with zeros. Shapes: O outputs, I inputs, P panels, G scale blocks: SCALE_BLOCK inputs that share a scale.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
-from twoscale.engine.kernels.library import SANITIZE, Library, MatrixStruct, floats, pointer, threads_to_use
-from twoscale.model.quantized import GROUP, Matrix, QuantizedLinear, quantize_matrix
+from twoscale.engine.kernels.library import SANITIZE, Library, MatrixStruct, empty_floats, pointer, threads_to_use
+from twoscale.model.quantized import SCALE_BLOCK, Matrix, QuantizedLinear, quantize_matrix
 
 PANEL = 16  # outputs of a panel, as in matmul.c
-MAX_INPUTS = 1 << 17  # of a w8a8 matrix: a row of integers must fit the kernels' buffer
+MAX_INPUTS = 1 << 17  # of a matrix in any format: a row of quantized inputs (w8a8) must fit the kernels' buffer
 HUGE_PAGE = 2 << 20  # bytes
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "w8a8": torch.int8}
 
@@ -41,7 +41,7 @@ class Panels:
     def struct(self) -> MatrixStruct:
         O, I = self.shape  # noqa: E741
         values = pointer(self.values, prod(_layout(self.shape, self.dtype)), _TORCH[self.dtype])
-        scales = None if self.scales is None else pointer(self.scales, -(-O // PANEL) * -(-I // GROUP) * PANEL)
+        scales = None if self.scales is None else pointer(self.scales, -(-O // PANEL) * -(-I // SCALE_BLOCK) * PANEL)
         return MatrixStruct(values, scales, O, I, WEIGHT_DTYPES.index(self.dtype))
 
     @property
@@ -51,9 +51,9 @@ class Panels:
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows with these indices (n,) as fp32, (n, I)."""
-        panel, place = ids // PANEL, ids % PANEL
-        values = self.values[panel, :, place].flatten(1)[:, : self.shape[1]]
-        return Matrix(values, None if self.scales is None else self.scales[panel, :, place]).dequantize()
+        panel, output = ids // PANEL, ids % PANEL
+        values = self.values[panel, :, output].flatten(1)[:, : self.shape[1]]
+        return Matrix(values, None if self.scales is None else self.scales[panel, :, output]).dequantize()
 
 
 def _layout(shape: tuple[int, int], dtype: WeightDtype) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def agrees_with_torch(library: Library) -> bool:
     for dtype in WEIGHT_DTYPES:
         for n in (1, 3, 7):
             x, w = (torch.linspace(-1, 1, rows * 291, dtype=torch.float32, device="cpu").view(rows, 291).cos() for rows in (n, 83))
-            matrix, y = quantize_matrix(w, dtype), floats(n * 83).view(n, 83)
+            matrix, y = quantize_matrix(w, dtype), empty_floats(n * 83).view(n, 83)
             packed = pack(matrix, dtype)
             library.linear(threads_to_use(), n, packed.address, pointer(x, n * 291), pointer(y, n * 83))
             if not torch.allclose(y, QuantizedLinear(matrix, dtype)(x), atol=1e-4):

@@ -1,8 +1,8 @@
-"""Models for inference alone, with weight matrices in bf16 or int8.
+"""Models for inference alone, with weight matrices in bf16, int8 or w8a8.
 
-A `WeightStore` takes a model's weights one by one and puts each into its final place: matrices into panels for the C kernels, or, without
-them and on other devices, into modules that make them fp32 in blocks at every call. So nothing is held twice. Embedding and head are
-matrices too; norms, biases, learned positions and the exit gate stay fp32.
+A `QuantizedModelBuilder` takes a model's weights one by one and puts each into its final place: matrices into panels for the C kernels, or,
+without them and on other devices, into modules that dequantize block by block on each call. So no weight is in memory twice. Embedding and
+head are matrices too; norms, biases, learned positions and the exit gate stay fp32.
 
 Such a model runs in `generate`, `forward`, `trace` and all that builds on them. It cannot be trained or saved.
 """
@@ -29,9 +29,9 @@ def _is_matrix(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.bias is None
 
 
-def inference_outline(config: ModelConfig) -> LoopedGPT:
-    """A model on the meta device, with the names and shapes of weights that quantised folders have: as LoopedGPT's, but for the groups'
-    input projections, whose halves for the state and for the input are matrices of their own."""
+def empty_inference_model(config: ModelConfig) -> LoopedGPT:
+    """A model on the meta device, without weights, with the names and shapes of weights that quantised folders have. They are LoopedGPT's,
+    except that each group's input projection is two matrices, one for the state and one for the input."""
     with torch.device("meta"):
         model = LoopedGPT(config, seed=None)
         for group in model.groups:
@@ -41,18 +41,18 @@ def inference_outline(config: ModelConfig) -> LoopedGPT:
     return model.requires_grad_(False).eval()
 
 
-class WeightStore:
-    """A model that is filled weight by weight; `put` all of them, then take `model`."""
+class QuantizedModelBuilder:
+    """Builds a model weight by weight: `put` all of them, then take `model`."""
 
     def __init__(self, config: ModelConfig, dtype: WeightDtype, device: str | torch.device = "cpu", native: bool = True) -> None:
         """With `native` the C kernels are used where there are any."""
-        self.model = inference_outline(config)
+        self.model = empty_inference_model(config)
         self.dtype, self.device = dtype, torch.device(device)
         self.library = c_library() if native and self.device.type == "cpu" else None
         self.model.weight_dtype = dtype
 
     def put(self, name: str, weight: Tensor | Matrix) -> None:
-        """A weight by its name in LoopedGPT or `inference_outline`: a tensor, which is rounded to the dtype, or a matrix that has it."""
+        """Add a weight by its name in LoopedGPT or `empty_inference_model`: a tensor, which is rounded to the dtype, or a matrix in it."""
         path, _, leaf = name.rpartition(".")
         parent_path, _, attribute = path.rpartition(".")
         module = self.model.get_submodule(path)
@@ -108,8 +108,8 @@ def quantize(model: LoopedGPT, dtype: WeightDtype, native: bool = True) -> Loope
     Without `native` it computes by torch's operators, the reference for the C kernels."""
     if model.weight_dtype != "fp32":
         raise UserError(f"this model has its weights in {model.weight_dtype} already: load it again with another dtype")
-    store = WeightStore(model.config, dtype, next(model.parameters()).device, native)
+    builder = QuantizedModelBuilder(model.config, dtype, next(model.parameters()).device, native)
     for name, weight in model.named_parameters():
-        store.put(name, weight.detach())
-    store.model.calibration = model.calibration
-    return store.model
+        builder.put(name, weight.detach())
+    builder.model.calibration = model.calibration
+    return builder.model

@@ -1,4 +1,4 @@
-/* Operations on each row by itself: embedding, RMSNorm, residual add, SiLU, and the norms that exit rules look at. */
+/* Operations on each row by itself: embedding, RMSNorm, residual add, SiLU, and the norms that exit rules compare. */
 
 static void rms_norm_row(int C, const float *x, const float *gain, float eps, float *y) {
     v8 sum = splat(0);
@@ -41,22 +41,22 @@ static void silu_row(int from, int to, int M, int gated, const float *h, float *
 typedef struct {
     int n, C;
     int option;             /* silu: gated; residual_norm: norm_after_add */
-    const float *in;        /* (n, C), silu: (n, C) or (n, 2 C); measure: before */
-    const float *in2;       /* (n, C), measure only: after */
+    const float *in;        /* (n, C), silu: (n, C) or (n, 2 C); step_norms: before */
+    const float *in2;       /* (n, C), step_norms only: after */
     const float *gain;      /* (C,), of the RMSNorm; null: no norm */
     const float *next_gain; /* (C,), residual_norm only: of the RMSNorm of the next branch's input; null: no such norm */
     float eps;              /* of the RMSNorms */
-    float *out;             /* (n, C); measure: norms (n, 5) */
-    float *in_out;          /* (n, C), residual_norm: the branch's output, then the next branch's input; measure: the last step, then this one */
+    float *out;             /* (n, C); step_norms: norms (n, 5) */
+    float *in_out;          /* (n, C), residual_norm: the branch's output, then the next branch's input; step_norms: the previous step, then this one */
 } RowWise;
 
 static void silu_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
     int in_width = r->option ? 2 * r->C : r->C;
-    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) silu_row(0, r->C, r->C, r->option, r->in + (long)t * in_width, r->out + (long)t * r->C);
-    finish_phase(self, &s);
+    Phase phase = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++) silu_row(0, r->C, r->C, r->option, r->in + (long)t * in_width, r->out + (long)t * r->C);
+    finish_phase(self, &phase);
 }
 
 /* y = silu(x) for n rows of M, or silu(x[:M]) * x[M:] where x has 2 M columns; y may be x where it has M. */
@@ -67,10 +67,10 @@ void silu(int threads, int n, int M, int gated, const float *x, float *y) {
 
 static void rms_norm_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
-    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) rms_norm_row(r->C, r->in + (long)t * r->C, r->gain, r->eps, r->out + (long)t * r->C);
-    finish_phase(self, &s);
+    Phase phase = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++) rms_norm_row(r->C, r->in + (long)t * r->C, r->gain, r->eps, r->out + (long)t * r->C);
+    finish_phase(self, &phase);
 }
 
 /* y = RMSNorm(x) for n rows */
@@ -81,14 +81,14 @@ void rms_norm(int threads, int n, int C, const float *x, const float *gain, floa
 
 static void residual_norm_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
-    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) {
-            long at = (long)t * r->C;
-            residual_norm_row(r->C, r->option, r->in + at, r->in_out + at, r->gain, r->eps, r->out + at);
-            if (r->next_gain) rms_norm_row(r->C, r->out + at, r->next_gain, r->eps, r->in_out + at);
+    Phase phase = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++) {
+            long offset = (long)t * r->C;
+            residual_norm_row(r->C, r->option, r->in + offset, r->in_out + offset, r->gain, r->eps, r->out + offset);
+            if (r->next_gain) rms_norm_row(r->C, r->out + offset, r->next_gain, r->eps, r->in_out + offset);
         }
-    finish_phase(self, &s);
+    finish_phase(self, &phase);
 }
 
 /* Residual add and norm: out = norm(x + y) or x + norm(y). If `next_gain` is given, also y = norm(out) with that gain, the
@@ -100,42 +100,42 @@ void residual_norm(int threads, int n, int C, int norm_after_add, const float *x
 }
 
 #define NORMS 5
-/* One row of `measure`. */
-static void measure_row(int C, const float *before, const float *after, float *last, float *norms) {
+/* One row of `step_norms`. */
+static void step_norms_row(int C, const float *before, const float *after, float *previous_step, float *norms) {
     v8 sums[NORMS] = {splat(0), splat(0), splat(0), splat(0), splat(0)};
     float rest[NORMS] = {0, 0, 0, 0, 0};
     int i = 0;
     for (; i + 8 <= C; i += 8) {
-        v8 x = load(before + i), y = load(after + i), step = y - x, old = load(last + i), change = step - old;
-        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(change, change, sums[1]), sums[2] = fma8(old, old, sums[2]);
+        v8 x = load(before + i), y = load(after + i), step = y - x, previous = load(previous_step + i), change = step - previous;
+        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(change, change, sums[1]), sums[2] = fma8(previous, previous, sums[2]);
         sums[3] = fma8(x, x, sums[3]), sums[4] = fma8(y, y, sums[4]);
-        store(last + i, step);
+        store(previous_step + i, step);
     }
     for (; i < C; i++) {
-        float step = after[i] - before[i], change = step - last[i];
-        rest[0] += step * step, rest[1] += change * change, rest[2] += last[i] * last[i];
+        float step = after[i] - before[i], change = step - previous_step[i];
+        rest[0] += step * step, rest[1] += change * change, rest[2] += previous_step[i] * previous_step[i];
         rest[3] += before[i] * before[i], rest[4] += after[i] * after[i];
-        last[i] = step;
+        previous_step[i] = step;
     }
     for (int j = 0; j < NORMS; j++) norms[j] = sqrtf(horizontal_sum(sums[j]) + rest[j]);
 }
 
-static void measure_task(const void *arguments, Thread *self) {
+static void step_norms_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
-    Phase s = begin_phase(self, r->n, items_per_claim(self, r->n));
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) {
-            long at = (long)t * r->C;
-            measure_row(r->C, r->in + at, r->in2 + at, r->in_out + at, r->out + (long)NORMS * t);
+    Phase phase = begin_phase(self, r->n, items_per_claim(self, r->n));
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++) {
+            long offset = (long)t * r->C;
+            step_norms_row(r->C, r->in + offset, r->in2 + offset, r->in_out + offset, r->out + (long)NORMS * t);
         }
-    finish_phase(self, &s);
+    finish_phase(self, &phase);
 }
 
-/* Norms for the exit rules, norms (n, 5): ||step||, ||step - last||, ||last||, ||before||, ||after|| with step = after - before; then
- * last = step. NaN in `last` gives NaN. */
-void measure(int threads, int n, int C, const float *before, const float *after, float *last, float *norms) {
-    RowWise r = {.n = n, .C = C, .in = before, .in2 = after, .in_out = last, .out = norms};
-    RUN_TASK(threads, measure_task, r);
+/* Norms for the exit rules, norms (n, 5): ||step||, ||step - previous_step||, ||previous_step||, ||before||, ||after|| with
+ * step = after - before; then previous_step = step. NaN in `previous_step` gives NaN. */
+void step_norms(int threads, int n, int C, const float *before, const float *after, float *previous_step, float *norms) {
+    RowWise r = {.n = n, .C = C, .in = before, .in2 = after, .in_out = previous_step, .out = norms};
+    RUN_TASK(threads, step_norms_task, r);
 }
 
 /* out = (wte[tokens] + wpe[positions]) * scale for n rows; wpe may be null. Returns 0 if a token or a position has no embedding. */

@@ -27,7 +27,7 @@ typedef struct {
     float max_logit, min_kept, scale; /* scale = 1 / temperature */
     float *block_max, *weights, *sums;
     int32_t *buckets;
-    Candidate *found;
+    Candidate *candidates;
 } Row;
 
 static inline int block_end(const Row *r, int b) { return (b + 1) * BLOCK < r->V ? (b + 1) * BLOCK : r->V; }
@@ -152,7 +152,7 @@ static float select_rank(int n, float *values, int k) {
 /* The k-th largest logit, for k below the number of blocks. The k-th largest block maximum is a lower bound of it, so only blocks that reach
  * this bound are read. */
 static float kth_largest_of_few(Row *r, int k) {
-    float *values = (float *)r->found;
+    float *values = (float *)r->candidates;
     int count = 0;
     memcpy(values, r->block_max, r->blocks * sizeof(float));
     float threshold = select_rank(r->blocks, values, k - 1);
@@ -184,7 +184,7 @@ static void assign_buckets(Row *r, float threshold) {
     }
 }
 
-/* Collects the tokens of one bucket in `found`, in vocabulary order; returns their number. */
+/* Collects the tokens of one bucket in `candidates`, in vocabulary order; returns their number. */
 static int collect_bucket(Row *r, float threshold, int bucket) {
     v8i wanted = {bucket, bucket, bucket, bucket, bucket, bucket, bucket, bucket};
     int count = 0;
@@ -193,15 +193,15 @@ static int collect_bucket(Row *r, float threshold, int bucket) {
         int i = b * BLOCK, end = block_end(r, b);
         for (; i < end; i += 8) {
             if (i + 8 <= end) {
-                v8i at;
+                v8i matches;
                 int64_t hit[4];
-                memcpy(&at, r->buckets + i, sizeof at);
-                at = at == wanted;
-                memcpy(hit, &at, sizeof hit);
+                memcpy(&matches, r->buckets + i, sizeof matches);
+                matches = matches == wanted;
+                memcpy(hit, &matches, sizeof hit);
                 if (!(hit[0] | hit[1] | hit[2] | hit[3])) continue;
             }
             for (int j = i; j < i + 8 && j < end; j++)
-                if (r->buckets[j] == bucket) r->found[count++] = (Candidate){r->logits[j], j};
+                if (r->buckets[j] == bucket) r->candidates[count++] = (Candidate){r->logits[j], j};
         }
     }
     return count;
@@ -210,12 +210,12 @@ static int collect_bucket(Row *r, float threshold, int bucket) {
 /* The k-th largest logit for any k: logits are counted in buckets, and only the bucket of the k-th is searched. */
 static float kth_largest(Row *r, int k) {
     int counts[BUCKETS + 1] = {0}, bucket = 0;
-    float *values = (float *)r->found;
+    float *values = (float *)r->candidates;
     assign_buckets(r, r->min_kept);
     for (int i = 0; i < r->V; i++) counts[r->buckets[i]]++;
     for (; counts[bucket] < k; bucket++) k -= counts[bucket];
     int inside = collect_bucket(r, r->min_kept, bucket);
-    for (int i = 0; i < inside; i++) values[i] = r->found[i].logit;
+    for (int i = 0; i < inside; i++) values[i] = r->candidates[i].logit;
     return select_rank(inside, values, k - 1);
 }
 
@@ -254,12 +254,12 @@ static double keep_top_p(Row *r, double p, double total) {
                 masses[bucket + (bucket == BUCKETS) * (i & 7)] += r->weights[i];
             }
     while (cut < BUCKETS && before + masses[cut] < goal) before += masses[cut++];
-    int n_found = collect_bucket(r, threshold, cut);
-    qsort(r->found, n_found, sizeof *r->found, compare);
-    for (; kept < n_found && (before < goal || kept == 0); kept++) before += r->weights[r->found[kept].token];
+    int n_candidates = collect_bucket(r, threshold, cut);
+    qsort(r->candidates, n_candidates, sizeof *r->candidates, compare);
+    for (; kept < n_candidates && (before < goal || kept == 0); kept++) before += r->weights[r->candidates[kept].token];
     if (!kept) return total; /* only by rounding: all tokens are needed to reach p */
-    for (int i = kept; i < n_found; i++) r->weights[r->found[i].token] = 0;
-    return drop_below(r, r->found[kept - 1].logit);
+    for (int i = kept; i < n_candidates; i++) r->weights[r->candidates[i].token] = 0;
+    return drop_below(r, r->candidates[kept - 1].logit);
 }
 
 /* The token at which the cumulative sum of the weights exceeds u times the total. */
@@ -302,14 +302,14 @@ static void sample_task(const void *arguments, Thread *self) {
     int V = a->V, blocks = (V + BLOCK - 1) / BLOCK;
     float *mine = a->scratch + self->index * (4L * V + 2L * blocks), *rest = mine + 4L * V;
     Row row = {.V = V, .blocks = blocks, .block_max = rest, .weights = mine + 2L * V, .sums = rest + blocks, .buckets = (int32_t *)(mine + 3L * V),
-               .found = (Candidate *)mine};
-    Phase s = begin_phase(self, a->n, 1);
-    while (claim(self, &s))
-        for (int t = s.first; t < s.last; t++) {
+               .candidates = (Candidate *)mine};
+    Phase phase = begin_phase(self, a->n, 1);
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++) {
             row.logits = a->logits + (long)t * V;
             a->tokens[t] = sample_row(&row, a->temperature[t], a->top_k[t], a->top_p[t], a->u[t], &a->finite[t]);
         }
-    finish_phase(self, &s);
+    finish_phase(self, &phase);
 }
 
 /* Tokens (n) from logits (n, V). temperature 0: the largest logit, the smallest token among equals. top_k 0 and top_p 1: no limit. u holds

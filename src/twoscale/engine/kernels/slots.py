@@ -1,8 +1,8 @@
 """A pool of KV-cache memory: the caches of several sequences are slices of common tensors, so that one attention call serves them all.
 
 A slab is a tensor (S, L, J, T, D) with S slots; a sequence's keys (L, J, T, D) in one layer are one slot. The size of a new slab is the
-number of sequences that are expected with this T and have no slot yet; beyond that each new slab doubles the number of slots, so at most
-half of them are unused. A slab without sequences is freed.
+number of sequences that are expected with this T and have no slot yet. Beyond that each new slab doubles the number of slots, up to a slab
+of MAX_SLOTS. Slots of sequences that have ended are used again; a slab without sequences is freed.
 
 Shapes: S slots, L level, J key/value heads, T position, D head width.
 """

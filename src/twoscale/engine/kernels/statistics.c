@@ -1,40 +1,40 @@
-/* The statistics that exit rules compare with a threshold, for one row after a step. exits/statistics.py has the same numbers, and the
- * rules in exits/ are the definitions. Decisions are made in double precision: they must not depend on the batch. */
+/* The statistics that exit rules compare with a threshold, for one row after a step. `Statistic.code` in exits/statistics.py must match this
+ * enum; the rules in exits/ are the definitions. Decisions are made in double precision: they must not depend on the batch. */
 
 enum {
     STEP_NORM, STEP_NORM_BY_STATE, ACCELERATION, ACCELERATION_BY_STEPS, ACCELERATION_BY_STATE, COSINE_DISTANCE, MINUS_STEPS,
     LEARNED_BY_STEPS, LEARNED_BY_STATE, KL_FORWARD, KL_REVERSE, KL_MIN_P, ENTROPY_CHANGE, ARGMAX_CHANGE, CONFIDENCE
 };
 
-/* The condition of an exit rule: a step passes if its statistic is below tau, or above it. */
+/* The condition of an exit rule: a step passes if its statistic is below tau, or above it (`above`). */
 typedef struct {
     double tau;
     const double *parameters; /* the weights of a learned head, or min_p */
-    float *memory;            /* (rows of this rule, memory_size): what is remembered of each row; NaN before its first step */
-    int64_t memory_size, hits, min_steps;
+    float *rule_state;        /* (rows of this rule, rule_state_size): what is remembered of each row; NaN before its first step */
+    int64_t rule_state_size, hits, min_steps;
     int32_t statistic, above;
 } ExitTest;
 
 /* One row after a step. */
 typedef struct {
     int C, V;
-    int64_t k;
+    int64_t loop_step;
     const float *before, *after; /* (C,) */
-    const float *norms;          /* (5,) of `measure` */
+    const float *norms;          /* (5,) of `step_norms` */
     float *logits;               /* (V,), overwritten; null unless the statistic reads them */
 } RowStep;
 
 #define EPS 1e-20
-static double beside(double norm, double others) { return norm / (others + EPS); }
+static double ratio(double norm, double others) { return norm / (others + EPS); }
 
-static double of_norms(int statistic, const float *norms) {
-    double step = norms[0], acceleration = norms[1], last = norms[2], before = norms[3], after = norms[4];
+static double norm_statistic(int statistic, const float *norms) {
+    double step = norms[0], acceleration = norms[1], previous = norms[2], before = norms[3], after = norms[4];
     switch (statistic) {
     case STEP_NORM: return step;
-    case STEP_NORM_BY_STATE: return beside(step, before);
+    case STEP_NORM_BY_STATE: return ratio(step, before);
     case ACCELERATION: return acceleration;
-    case ACCELERATION_BY_STEPS: return beside(acceleration, step + last);
-    case ACCELERATION_BY_STATE: return beside(acceleration, before);
+    case ACCELERATION_BY_STEPS: return ratio(acceleration, step + previous);
+    case ACCELERATION_BY_STATE: return ratio(acceleration, before);
     case COSINE_DISTANCE: return (step * step - (before - after) * (before - after) + EPS) / (2 * before * after + EPS);
     }
     return NAN;
@@ -43,11 +43,11 @@ static double of_norms(int statistic, const float *norms) {
 static double sigmoid(double score) { return score != score ? score : 1 / (1 + exp(-fmax(-80.0, fmin(80.0, score)))); }
 
 /* A linear head on the norms of steps, as `features` in exits/learned.py. */
-static double learned_by_steps(const double *w, const float *norms, int64_t k) {
-    double step = norms[0], acceleration = norms[1], last = norms[2], state = norms[3], depth = log((double)k);
-    double relative = log(beside(step, state) + 1e-9);
-    double cosine = (step * step + last * last - acceleration * acceleration) / (2 * step * last + EPS);
-    double f[7] = {1.0, relative, log(beside(acceleration, state) + 1e-9), log(beside(step, last) + 1e-9), cosine, depth, relative * depth};
+static double learned_by_steps(const double *w, const float *norms, int64_t loop_step) {
+    double step = norms[0], acceleration = norms[1], previous = norms[2], state = norms[3], depth = log((double)loop_step);
+    double relative = log(ratio(step, state) + 1e-9);
+    double cosine = (step * step + previous * previous - acceleration * acceleration) / (2 * step * previous + EPS);
+    double f[7] = {1.0, relative, log(ratio(acceleration, state) + 1e-9), log(ratio(step, previous) + 1e-9), cosine, depth, relative * depth};
     double score = 0;
     for (int i = 0; i < 7; i++) score += w[i] * f[i];
     return sigmoid(score);
@@ -55,9 +55,9 @@ static double learned_by_steps(const double *w, const float *norms, int64_t k) {
 
 /* w2 . gelu(W1 f) + b with f = [1, log k, after, after - before]; W1 is (HIDDEN, 2 + 2 C). */
 #define HIDDEN 8
-static double learned_by_state(const double *w, int C, const float *before, const float *after, int64_t k) {
+static double learned_by_state(const double *w, int C, const float *before, const float *after, int64_t loop_step) {
     const double *second = w + HIDDEN * (2L + 2 * C);
-    double score = second[HIDDEN], depth = log((double)k);
+    double score = second[HIDDEN], depth = log((double)loop_step);
     for (int h = 0; h < HIDDEN; h++, w += 2 + 2 * C) {
         double sums[4] = {w[0] + w[1] * depth, 0, 0, 0}; /* independent sums, which hide the latency of an addition */
         for (int i = 0; i < C; i++) {
@@ -119,49 +119,50 @@ static void filter_min_p(int V, double min_p, float *x) {
     for (int i = 0; i < V; i++) x[i] = (float)log(x[i] / mass);
 }
 
-/* A statistic of the logits; `memory` is that of the step before, and becomes that of this step. */
-static double of_logits(const ExitTest *test, int V, float *x, float *memory) {
-    double value = 0, last;
+/* A statistic of the logits; `rule_state` is what was remembered at the previous step, and is overwritten for the next one. */
+static double logit_statistic(const ExitTest *test, int V, float *x, float *rule_state) {
+    double value = 0, previous;
     log_softmax(V, x);
     switch (test->statistic) {
-    case KL_FORWARD: value = divergence(V, x, memory); break;
-    case KL_REVERSE: value = divergence(V, memory, x); break;
-    case KL_MIN_P: filter_min_p(V, test->parameters[0], x), value = divergence(V, memory, x); break;
+    case KL_FORWARD: value = divergence(V, x, rule_state); break;
+    case KL_REVERSE: value = divergence(V, rule_state, x); break;
+    case KL_MIN_P: filter_min_p(V, test->parameters[0], x), value = divergence(V, rule_state, x); break;
     case ENTROPY_CHANGE:
         SUM_OVER_VOCABULARY(value, V, vexp(load(x + i)) * load(x + i), exp_of(x[i]) * x[i]);
-        last = memory[0], memory[0] = (float)-value;
-        return fabs(memory[0] - last);
+        previous = rule_state[0], rule_state[0] = (float)-value;
+        return fabs(rule_state[0] - previous);
     default: {
         int first = 0, second = V > 1;
         for (int i = 1; i < V; i++)
             if (x[i] > x[first]) second = first, first = i;
             else if (i == 1 || x[i] > x[second]) second = i;
         if (test->statistic == CONFIDENCE) return exp_of(x[first]) - exp_of(x[second]);
-        last = memory[0], memory[0] = (float)first; /* exact: vocabularies are below 2^24 */
-        return fabs(first - last);
+        previous = rule_state[0], rule_state[0] = (float)first; /* exact: vocabularies are below 2^24 */
+        return fabs(first - previous);
     }
     }
-    memcpy(memory, x, V * sizeof(float));
+    memcpy(rule_state, x, V * sizeof(float));
     return value;
 }
 
 static int reads_logits(int statistic) { return statistic >= KL_FORWARD; }
 
-/* `row` is the row's place among those of its rule. */
+/* `row` is the row's index among the rows of its rule. */
 static double statistic_of(const ExitTest *test, const RowStep *s, long row) {
-    if (test->statistic == MINUS_STEPS) return -(double)s->k;
-    if (test->statistic == LEARNED_BY_STEPS) return learned_by_steps(test->parameters, s->norms, s->k);
-    if (test->statistic == LEARNED_BY_STATE) return learned_by_state(test->parameters, s->C, s->before, s->after, s->k);
-    if (reads_logits(test->statistic)) return of_logits(test, s->V, s->logits, test->memory ? test->memory + row * test->memory_size : 0);
-    return of_norms(test->statistic, s->norms);
+    if (test->statistic == MINUS_STEPS) return -(double)s->loop_step;
+    if (test->statistic == LEARNED_BY_STEPS) return learned_by_steps(test->parameters, s->norms, s->loop_step);
+    if (test->statistic == LEARNED_BY_STATE) return learned_by_state(test->parameters, s->C, s->before, s->after, s->loop_step);
+    if (reads_logits(test->statistic))
+        return logit_statistic(test, s->V, s->logits, test->rule_state ? test->rule_state + row * test->rule_state_size : 0);
+    return norm_statistic(test->statistic, s->norms);
 }
 
-/* The statistic of one rule for n rows, for steps that were not taken by `iterate`: before, after (n, C), norms (n, 5), k (n,), logits
- * (n, V), values (n,). What the statistic does not need may be null. */
-void statistics(int n, int C, int V, const ExitTest *test, const float *before, const float *after, const float *norms, const int64_t *k,
-                float *logits, double *values) {
+/* The statistic of one rule for n rows, for steps that were not taken by `iterate`: before, after (n, C), norms (n, 5), loop_step (n,),
+ * logits (n, V), values (n,). What the statistic does not need may be null. */
+void statistics(int n, int C, int V, const ExitTest *test, const float *before, const float *after, const float *norms,
+                const int64_t *loop_step, float *logits, double *values) {
     for (int t = 0; t < n; t++) {
-        RowStep s = {.C = C, .V = V, .k = k[t], .before = before + (long)t * C, .after = after + (long)t * C,
+        RowStep s = {.C = C, .V = V, .loop_step = loop_step[t], .before = before + (long)t * C, .after = after + (long)t * C,
                      .norms = norms ? norms + (long)NORMS * t : 0, .logits = logits ? logits + (long)t * V : 0};
         values[t] = statistic_of(test, &s, t);
     }

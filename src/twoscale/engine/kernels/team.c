@@ -108,28 +108,28 @@ static inline Phase begin_phase(Thread *self, int count, int per_claim) {
 }
 
 /* Claims the next items; returns 0 if none are left. */
-static inline int claim(const Thread *self, Phase *s) {
+static inline int claim(const Thread *self, Phase *phase) {
     if (self->n_threads == 1) {
-        s->first = s->last, s->last = s->count;
-        return s->first < s->last;
+        phase->first = phase->last, phase->last = phase->count;
+        return phase->first < phase->last;
     }
     uint64_t *word = &team.phases[self->phase - 1].next, value = __atomic_load_n(word, __ATOMIC_ACQUIRE);
     do {
-        if ((uint32_t)(value >> 32) != self->call || (int)(uint32_t)value >= s->count) return 0;
-    } while (!__atomic_compare_exchange_n(word, &value, value + s->per_claim, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-    s->first = (int)(uint32_t)value;
-    s->last = s->first + s->per_claim < s->count ? s->first + s->per_claim : s->count;
-    s->n_claimed += s->last - s->first;
+        if ((uint32_t)(value >> 32) != self->call || (int)(uint32_t)value >= phase->count) return 0;
+    } while (!__atomic_compare_exchange_n(word, &value, value + phase->per_claim, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+    phase->first = (int)(uint32_t)value;
+    phase->last = phase->first + phase->per_claim < phase->count ? phase->first + phase->per_claim : phase->count;
+    phase->n_claimed += phase->last - phase->first;
     return 1;
 }
 
 /* Waits until all items of the phase are done and returns 1. Returns 0 in a helper thread that came too late, when the call is over;
  * the task must then return. */
-static inline int finish_phase(const Thread *self, Phase *s) {
+static inline int finish_phase(const Thread *self, Phase *phase) {
     if (self->n_threads == 1) return 1;
     uint64_t *word = &team.phases[self->phase - 1].done;
-    if (s->n_claimed && (int)(uint32_t)__atomic_add_fetch(word, s->n_claimed, __ATOMIC_ACQ_REL) == s->count) wake_all();
-    wait_for(word, self->call, s->count, SPIN_NS);
+    if (phase->n_claimed && (int)(uint32_t)__atomic_add_fetch(word, phase->n_claimed, __ATOMIC_ACQ_REL) == phase->count) wake_all();
+    wait_for(word, self->call, phase->count, SPIN_NS);
     return (uint32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) >> 32) == self->call;
 }
 

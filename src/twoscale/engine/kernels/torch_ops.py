@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from twoscale.engine.kernels.base import Kernels, RowKernels
 from twoscale.engine.kernels.slots import Slab, Slot, Slots
-from twoscale.exits.rule import Meter, Numbers
+from twoscale.exits.rule import Numbers, StepNormsFunction
 from twoscale.geometry.steps import length
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm
 
@@ -45,12 +45,14 @@ class TorchNorm(nn.Module):
         return (x32 * (self.root / torch.hypot(norm, self.floor))).mul_(self.norm.weight.detach()).type_as(x)
 
 
-def measure(before: Tensor, after: Tensor, last: Tensor) -> tuple[Numbers, ...]:
-    """||D||, ||D - last||, ||last||, ||before|| and ||after|| for the step D = after - before of every row (N, C). `last` becomes D."""
+def step_norms(before: Tensor, after: Tensor, previous_step: Tensor) -> tuple[Numbers, ...]:
+    """||D||, ||D - previous_step||, ||previous_step||, ||before|| and ||after|| for the step D = after - before of every row (N, C).
+
+    D is stored in `previous_step`."""
     before, after = before.float(), after.float()
     step = after - before
-    norms = length(step), length(step - last), length(last), length(before), length(after)
-    last.copy_(step)
+    norms = length(step), length(step - previous_step), length(previous_step), length(before), length(after)
+    previous_step.copy_(step)
     return norms
 
 
@@ -82,8 +84,8 @@ class TorchKernels(Kernels):
     def bind(self, rows: "Rows") -> RowKernels:
         return TorchRowKernels(rows, self.batch_attention)
 
-    def meter(self) -> Meter:
-        return measure
+    def step_norms_function(self) -> StepNormsFunction:
+        return step_norms
 
     def for_engine(self) -> Kernels:
         return type(self)(self.batch_attention)
@@ -99,10 +101,10 @@ class TorchKernels(Kernels):
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
         return 0, 0
 
-    def settle(self, layer_cache: "LayerCache", step: int, at: "Positions") -> None:
+    def fill_deeper_levels(self, layer_cache: "LayerCache", step: int, positions: "Positions") -> None:
         level = (step - 1) % layer_cache.max_levels
         for tensor in (layer_cache.keys, layer_cache.values):
-            tensor[step : layer_cache.n_levels, :, at] = tensor[level, :, at]
+            tensor[step : layer_cache.n_levels, :, positions] = tensor[level, :, positions]
 
 
 class TorchRowKernels:
@@ -152,9 +154,9 @@ class TorchRowKernels:
             keys[rows, :, positions], values[rows, :, positions] = k, v
             keys, values = keys[:, :, :longest], values[:, :, :longest]
         else:
-            at, level = self._index(slots), self._index(levels)
-            slab.keys[at, level, :, positions], slab.values[at, level, :, positions] = k, v
-            keys, values = slab.keys[at, level, :, :longest], slab.values[at, level, :, :longest]
+            slot, level = self._index(slots), self._index(levels)
+            slab.keys[slot, level, :, positions], slab.values[slot, level, :, positions] = k, v
+            keys, values = slab.keys[slot, level, :, :longest], slab.values[slot, level, :, :longest]
         mask = self._padding(tuple(row_indices), positions, [part.end for part in parts], q.dtype)
         y = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return y[:, :, 0]
@@ -180,8 +182,8 @@ class TorchRowKernels:
         for i, part in enumerate(self.parts):
             layer_cache, rows = part.cache.layers[layer], slice(first, first + part.count)
             new_keys, new_values = (x[0, rows].transpose(0, 1) for x in (k, v))
-            at = slice(part.at, part.at + 1) if isinstance(part.at, int) else part.at
-            keys, values = layer_cache.write(part.cache_step, at, new_keys, new_values, part.end, part.cache.length)
+            positions = slice(part.positions, part.positions + 1) if isinstance(part.positions, int) else part.positions
+            keys, values = layer_cache.write(part.cache_step, positions, new_keys, new_values, part.end, part.cache.length)
             mask = None if part.causal or part.count == 1 else self._causal(i, part, first, q.dtype)
             y = F.scaled_dot_product_attention(
                 q[:, rows].transpose(1, 2), keys[None], values[None], attn_mask=mask, is_causal=part.causal, enable_gqa=gqa

@@ -1,9 +1,8 @@
 /* Vectors of eight floats.
  *
- * team.c, vector.c, matmul.c, rowwise.c, attention.c, block.c, statistics.c, loop.c, sample.c and fingerprint.c are one translation
- * unit, in this order. library.py
- * compiles it once on the user's machine, and it is called through ctypes. Without a compiler the engine uses torch's operators.
- * Everything is fp32 and contiguous unless a stride is given.
+ * The C files are one translation unit, in the order of SOURCES in library.py, which compiles it once on the user's machine; it is called
+ * through ctypes. Without a compiler the engine uses the `packed` kernels. Activations are fp32, weight matrices in one of the formats of
+ * matmul.c; everything is contiguous unless a stride is given.
  *
  * A sum is taken in the same order for any number of rows, so a row's result is bit-equal in every batch.
  *
@@ -56,7 +55,7 @@ static inline v8 fma8(v8 a, v8 b, v8 c) {
 static inline v8 vexp(v8 x) {
     x = blend(x > splat(88.3f), splat(88.3f), x);
     x = blend(x < splat(-87.3f), splat(-87.3f), x);
-    v8 shifted = x * splat(1.44269504f) + splat(12582912.0f); /* rounds to a whole number in the low bits */
+    v8 shifted = x * splat(1.44269504f) + splat(12582912.0f); /* rounds to an integer in the low bits */
     v8 k = shifted - splat(12582912.0f);
     v8 r = x - k * splat(0.693359375f);
     r = r - k * splat(-2.12194440e-4f);

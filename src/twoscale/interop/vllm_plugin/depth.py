@@ -36,7 +36,7 @@ def depth_of(config: ModelConfig, folder: Path | None, *, loops: Any = None, exi
         raise UserError(f"exit = {exit!r}: write auto, a rule such as acceleration:0.05, or a list with one for each group")
     if loops is None and exit is None and folder is not None:
         loops = fixed_depth(folder)
-    planned = exits.plan(rules, config.n_groups)
+    planned = exits.rules_per_group(rules, config.n_groups)
     for g, rule in enumerate(planned):
         if rule is not None and not isinstance(rule, READ_STATES):
             raise UserError(

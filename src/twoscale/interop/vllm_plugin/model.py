@@ -44,7 +44,7 @@ class LiveTokens:
         return torch.full_like(self.positions, self.same_k)
 
     @property
-    def sequences(self) -> Tensor:
+    def batch_indices(self) -> Tensor:
         return torch.zeros_like(self.positions)
 
     def take(self, rows: Tensor) -> None:

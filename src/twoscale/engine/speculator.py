@@ -1,22 +1,22 @@
-"""Draft and verify: the passes of a request that guesses tokens ahead, and what is kept of them.
+"""The speculation of a request while it decodes: draft and verify, prompt lookup, and the start of a wavefront.
 
 A cycle: the guesses are made (`Draft`: one pass at a small depth for each, in the request's own cache; `Lookup`: for free), then one pass
 at full depth over the newest token and all guesses. It gives the true token after each of them. The longest right prefix stays, and the
 cache is rewound to it.
 
-    cache, tokens = drafter.next_pass(alone)  # a draft, or the verification
-    drafter.add_draft(token, steps)           # what a draft pass has drawn
-    drafter.verified(kept, steps)             # the first `kept` rows of a verification are right
+    cache, tokens = speculator.next_pass(alone)  # a draft, or the verification
+    speculator.add_draft(token, steps)           # the token that was sampled from a draft pass
+    speculator.on_verified(kept, steps)          # the first `kept` rows of a verification are right
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from twoscale.engine.adaptive import Chooser, estimates_of, kind_of
+from twoscale.engine.adaptive import Chooser, estimates_of, guess_kind
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
-from twoscale.engine.request import Draw, LoopParams, Request
+from twoscale.engine.request import LoopParams, Request, SamplingKey
 from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
 from twoscale.engine.wavefront import Wave
 
@@ -35,14 +35,14 @@ def look_up(tokens: Sequence[int], ngram: int, n: int) -> list[int]:
     return []
 
 
-class Drafter:
+class Speculator:
     """The speculation of one request while it decodes."""
 
     def __init__(self, request: Request, engine: Engine) -> None:
         config = engine.config
         self.request, self.engine = request, engine
-        self.plan = request.speculate
-        """What this cycle does; with `auto` it is chosen anew for every cycle."""
+        self.method = request.speculate
+        """How the guesses of this cycle are made; with `auto` it is chosen anew for every cycle."""
         self.auto = isinstance(request.speculate, Auto)
         self._chooser: Chooser | None = None
         self._started: float | None = None
@@ -60,14 +60,14 @@ class Drafter:
 
     @property
     def in_cycle(self) -> bool:
-        """Whether guesses have been drafted that are not verified yet: the cache may have levels that only drafts have reached."""
+        """Whether a cycle, also a plain one, has begun and is not verified yet: the cache may have levels that only drafts have reached."""
         return self._drafts_left is not None
 
     def start_wave(self) -> Wave | None:
         """The positions of the request as a batch, if this cycle decodes by a wavefront."""
-        if self.request.in_prefill or not isinstance(self.plan, Wavefront):
+        if self.request.in_prefill or not isinstance(self.method, Wavefront):
             return None
-        self.wave = Wave(self.engine, self.request, self.plan)
+        self.wave = Wave(self.engine, self.request, self.method)
         return self.wave
 
     # -- passes --------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Drafter:
         assert request.cache is not None
         if self._drafts_left is None:
             self._begin_cycle(alone)
-        elif self.auto and not alone:  # the rows are not free any more
+        elif self.auto and not alone:  # another request is running, so extra rows would delay it: verify what we have
             self._drafts_left = 0
         self._started = time.perf_counter() if alone and self.auto else None
         if self._drafts_left:
@@ -88,73 +88,73 @@ class Drafter:
 
     def _begin_cycle(self, alone: bool) -> None:
         request = self.request
-        # The last new token never goes through the network, so a pass of n rows is of use while n more tokens are wanted.
-        most = request.sampling.max_new_tokens - len(request.tokens) - 1
+        # The last new token is never fed to the network, so a pass of n rows is useful while n more tokens are to be generated.
+        max_guesses = request.sampling.max_new_tokens - len(request.tokens) - 1
         self.guesses, self._drafts_left = [], 0
         if self.auto:
-            self.plan = self._choose(most) if alone and most else OFF
-        plan = self.plan
-        if isinstance(plan, Lookup) and most:
-            self.guesses = self._look_up(plan.ngram, min(plan.tokens, most))
-        elif isinstance(plan, Draft) and most:
+            self.method = self._choose(max_guesses) if alone and max_guesses else OFF
+        method = self.method
+        if isinstance(method, Lookup) and max_guesses:
+            self.guesses = self._look_up(method.ngram, min(method.tokens, max_guesses))
+        elif isinstance(method, Draft) and max_guesses:
             assert request.cache is not None
-            self._drafts_left = min(plan.tokens, most)
-            self._draft_cache = request.cache.view(draft_params(request.params, plan.steps))
+            self._drafts_left = min(method.tokens, max_guesses)
+            self._draft_cache = request.cache.view(draft_params(request.params, method.steps))
 
     def _look_up(self, ngram: int, n: int) -> list[int]:
-        """Guesses by `look_up`, before a stop token: nothing comes after it."""
+        """Guesses by `look_up`, cut before a stop token: nothing comes after it."""
         guesses, stops = look_up([*self.request.prompt, *self.request.tokens], ngram, n), self.request.sampling.stop_token_ids
         return guesses[: next((i for i, token in enumerate(guesses) if token in stops), None)]
 
-    def _choose(self, most: int) -> Speculation:
-        """The next cycle of `auto`."""
+    def _choose(self, max_guesses: int) -> Speculation:
+        """The method of the next cycle of `auto`."""
         if self._chooser is None:
-            self._chooser = Chooser(self.request, self.engine.config, estimates_of(self.engine.origin, self.request))
-        return self._chooser.choose(most, self._look_up)
+            self._chooser = Chooser(self.request, self.engine.config, estimates_of(self.engine.source_model, self.request))
+        return self._chooser.choose(max_guesses, self._look_up)
 
     def is_draft(self, cache: Cache) -> bool:
         """Whether a pass with this cache was a draft."""
         return cache is self._draft_cache
 
-    def draws(self, cache: Cache, n: int) -> list[Draw]:
-        """The random keys of what a pass of n rows with this cache draws: those of plain decoding at the same places."""
+    def sampling_keys(self, cache: Cache, n: int) -> list[SamplingKey]:
+        """The sampling keys for the n rows of a pass with this cache: those of plain decoding at the same token indices."""
         first = len(self.guesses) if self.is_draft(cache) else 0
-        return [self.request.draw(first + i) for i in range(n)]
+        return [self.request.sampling_key(first + i) for i in range(n)]
 
     def add_draft(self, token: int, steps: Sequence[Sequence[int]]) -> None:
-        """A draft pass has drawn a token; `steps` is [group][token]."""
-        assert self._drafts_left and isinstance(self.plan, Draft)
-        self._pass_ended(steps, self.plan.steps)
+        """Add the token sampled from a draft pass to the guesses; `steps` is [group][token]."""
+        assert self._drafts_left and isinstance(self.method, Draft)
+        self._pass_ended(steps, self.method.steps)
         self._drafts_left -= 1
         if token in self.request.sampling.stop_token_ids:
             self._drafts_left = 0
         else:
             self.guesses.append(token)
 
-    def verified(self, kept: int, steps: Sequence[Sequence[int]]) -> None:
-        """The first `kept` rows of a verification were right, the request has their tokens; rewinds the cache to them."""
+    def on_verified(self, kept: int, steps: Sequence[Sequence[int]]) -> None:
+        """Rewind the cache to the first `kept` rows of a verification, which were right; the request has their tokens already."""
         if self.wave is not None:
-            if self.wave.verified(self.request.tokens[-1]):
+            if self.wave.on_verified(self.request.tokens[-1]):
                 self._rewind()
             return
         request, drafted = self.request, len(self.guesses)
         assert request.cache is not None and 1 <= kept <= drafted + 1
         self._pass_ended(steps, None)
-        if not drafted and self._draft_cache is None:  # a plain pass: there is nothing to take back
+        if not drafted and self._draft_cache is None:  # a plain pass: there is nothing to rewind
             self._drafts_left = None
             return
         if self._chooser is not None and drafted:
-            self._chooser.estimates.count(kind_of(self.plan), kept - 1, min(kept, drafted))
-        request.speculation += SpeculationStats(drafted, kept - 1, drafted + 1 - kept)
+            self._chooser.estimates.count(guess_kind(self.method), kept - 1, min(kept, drafted))
+        request.speculation_stats += SpeculationStats(drafted, kept - 1, drafted + 1 - kept)
         self._rewind()
 
     def abandon(self) -> bool:
-        """A pass on guesses has failed: take it back, and decode without guesses from now on. False if there were no guesses."""
+        """Rewind a pass on guesses that has failed; the caller then decodes without guesses. False if there were no guesses."""
         if self.wave is not None:
             self.wave = None
         elif not (self.guesses or self._drafts_left):
             return False
-        self.request.speculation += SpeculationStats(len(self.guesses), 0, len(self.guesses))
+        self.request.speculation_stats += SpeculationStats(len(self.guesses), 0, len(self.guesses))
         self._rewind()
         return True
 
@@ -170,4 +170,4 @@ class Drafter:
     def _pass_ended(self, steps: Sequence[Sequence[int]], draft_steps: int | None) -> None:
         if self._started is not None and self._chooser is not None:
             self._chooser.estimates.time_pass(time.perf_counter() - self._started, 1 + len(self.guesses), draft_steps)
-        self.request.speculation += SpeculationStats(calls=self._plain_stages + sum(max(group) for group in steps))
+        self.request.speculation_stats += SpeculationStats(calls=self._plain_stages + sum(max(group) for group in steps))

@@ -6,9 +6,9 @@
     auto    native if available, else packed
 
 With `native` and `packed` the copy owns all its memory: later changes of the model do not affect it, and the model may be moved or freed.
-`optimize_for_decode` compares a fingerprint of the model's weights with that of the cached copy, and makes a new copy if they differ. With
-`torch` nothing is copied. A model on a GPU or in another dtype than fp32 always uses `torch`. A model whose matrices are in panels already
-(`quantize.py`) shares them with its copy, whatever the kernels.
+`optimize_for_inference` compares a fingerprint of the model's weights with that of the cached copy, and makes a new copy if they differ.
+With `torch` nothing is copied. A model on a GPU or in another dtype than fp32 always uses `torch`. A model whose matrices are in panels
+already (`quantize.py`) shares them with its copy, whatever the kernels.
 """
 
 import threading
@@ -38,8 +38,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class DecodeCopy:
-    """A copy of a model for inference, and its kernels. It runs prompts (prefill) as well as decoding.
+class InferenceCopy:
+    """A copy of a model for inference, prefill and decode, and its kernels.
 
     With the `torch` kernels it shares the model's weights; under autocast `model` is the model itself (see `Engine`).
     """
@@ -49,15 +49,15 @@ class DecodeCopy:
 
 
 _COPYING = threading.RLock()  # one thread at a time makes copies: kernels run without the GIL, and the weights they read must not be freed
-_COPIES: WeakKeyDictionary[LoopedGPT, dict[str, tuple[object, DecodeCopy]]] = WeakKeyDictionary()
+_COPIES: WeakKeyDictionary[LoopedGPT, dict[str, tuple[object, InferenceCopy]]] = WeakKeyDictionary()
 
 
 def choose_kernels(name: KernelName, model: LoopedGPT) -> Kernels:
     """The kernels for a model by name; always `torch` unless all weights are plain fp32 tensors on the CPU, or in panels."""
     if name not in NAMES:
         raise UserError(f"kernels = {name!r}: choose one of {', '.join(NAMES)}")
-    by_torch = any(isinstance(module, QuantizedLinear) for module in model.modules())
-    if name == "torch" or by_torch or not all(_is_plain(w) for _, w in weights_of(model)):
+    has_torch_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    if name == "torch" or has_torch_quantized or not all(_is_plain(w) for _, w in weights_of(model)):
         return TorchKernels()
     library = None if name == "packed" else c_library()
     if library is not None:
@@ -67,8 +67,8 @@ def choose_kernels(name: KernelName, model: LoopedGPT) -> Kernels:
     return PackedKernels()
 
 
-def optimize_for_decode(model: LoopedGPT, kernels: KernelName = "auto") -> DecodeCopy:
-    """The model's copy for prompts (prefill) and decoding. It is cached, and made again when the model's weights have changed."""
+def optimize_for_inference(model: LoopedGPT, kernels: KernelName = "auto") -> InferenceCopy:
+    """The model's copy for inference. It is cached, and made again when the model's weights have changed."""
     chosen = choose_kernels(kernels, model)
     # A copy that uses the model's own weights must be made again only if a module was replaced.
     state = fingerprint(model) if chosen.copies_weights else list(model.modules())[1:]
@@ -76,7 +76,7 @@ def optimize_for_decode(model: LoopedGPT, kernels: KernelName = "auto") -> Decod
         copies = _COPIES.setdefault(model, {})
         if chosen.name not in copies or copies[chosen.name][0] != state:
             with torch.inference_mode(False), torch.no_grad():
-                copies[chosen.name] = (state, DecodeCopy(_copy(model, chosen), chosen))
+                copies[chosen.name] = (state, InferenceCopy(_copy(model, chosen), chosen))
         return copies[chosen.name][1]
 
 
