@@ -103,7 +103,7 @@ def test_convert_the_bundled_model(cli: CommandLine, tmp_path: Path) -> None:
     code, text, err = cli("generate", str(tmp_path / "small"), "The old man", "--max-new-tokens", "4", "--loops", "2", "--dtype", "w8a8")
     assert code == 0 and "The old man" in text
     code, _, err = cli("convert", "bundled", "--dtype", "int8", "--loops", "3", "--out", str(tmp_path / "other"))
-    assert code == 2 and is_one_line(err) and "leave" in err and not (tmp_path / "other").exists()
+    assert code == 2 and is_one_line(err) and "omit" in err and not (tmp_path / "other").exists()
 
 
 KILLED = """

@@ -1,5 +1,6 @@
 """Several loop steps in one C call are the same, to the bit, as the steps one by one."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from twoscale.engine.kernels.torch_ops import step_norms
 from twoscale.engine.request import RequestGroup
 from twoscale.engine.rows import Rows, make_part
 from twoscale.exits.rule import Numbers
-from twoscale.model import LoopedGPT
+from twoscale.model import LoopedGPT, LoopGroup
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="there are no C kernels")
 
@@ -215,6 +216,52 @@ def test_any_cut(rule: exits.Rule | None) -> None:
         got, calls = all_exits(a_loop(MODELS["default"], rule, 4)[1], limits, Interrupt())
         assert all(1 <= n <= limits[i % len(limits)] for i, n in enumerate(calls))
         assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(got, wanted, strict=True))
+
+
+def sequences_in_a_loop(model: LoopedGPT, rules: list[exits.Rule | None]) -> Loop:
+    """One token of a sequence for each rule in the first group, all levels of the caches allocated."""
+    engine = Engine(model)
+    caches = [engine.new_cache(4, loop_params(model, exit=rule, loops=LOOPS)) for rule in rules]
+    full = loop_params(model, loops=LOOPS)
+    for b, cache in enumerate(caches):
+        engine.run([(b, cache.view(full), [b + 1])])
+    rows = Rows(
+        [make_part(b, cache, cache.extend(1), 1) for b, cache in enumerate(caches)],
+        torch.tensor([[0] * len(rules), [5] * len(rules)]),
+        engine.kernels,
+    )
+    loop = Loop(engine, next(i for i, stage in enumerate(engine.stages) if isinstance(stage, LoopGroup)))
+    x = engine.embed(rows)
+    loop.admit(rows, x + torch.arange(len(rules))[:, None] * 0.1)
+    return loop
+
+
+@pytest.mark.parametrize("layout", ["default", "rotary, grouped queries", "norm on leaving"])
+@torch.inference_mode()
+def test_rows_exit_in_one_call(layout: str) -> None:
+    """When rows have exited the others go on in the same call, as long as they may; steps and outputs are those of single steps."""
+    model = MODELS[layout]
+    rules = [exits.Fixed(3), exits.StepNorm(4.0), None, exits.Fixed(2, keep="previous"), exits.Acceleration(4.0, hits=2), exits.KL(0.05)]
+
+    def outputs(limit: float, steps_after_exit: float) -> tuple[dict[int, tuple[int, Tensor]], list[int]]:
+        loop, found, calls = sequences_in_a_loop(model, rules), {}, []
+        while len(loop):
+            exited = loop.advance(limit, Interrupt(), steps_after_exit)
+            calls.append(loop.steps_taken)
+            if exited is not None:
+                found |= {part.batch_index: (part.loop_step, exited.x[i]) for i, part in enumerate(exited.rows.parts)}
+                assert loop.steps_since_exit <= min(steps_after_exit, LOOPS)
+        return found, calls
+
+    wanted, _ = outputs(1, 0)
+    assert len({steps for steps, _ in wanted.values()}) >= 3 and wanted[2][0] == LOOPS
+    for limit, after in ((math.inf, math.inf), (math.inf, 1), (2, math.inf), (3, 2)):
+        got, calls = outputs(limit, after)
+        assert sorted(got) == list(range(len(rules))) and all(n <= limit for n in calls)
+        for b, (steps, x) in wanted.items():
+            assert got[b][0] == steps and torch.equal(got[b][1], x), f"row {b}"
+        if (limit, after) == (math.inf, math.inf):
+            assert calls == [LOOPS]
 
 
 def test_interrupt() -> None:

@@ -88,8 +88,11 @@ class StepBudget(Protocol):
     def max_steps(self, rows: Rows, layers: int) -> float:
         """The maximum number of loop steps, at least 1 or infinite, for rows in a loop group of `layers` layers."""
 
-    def charge(self, rows: Rows, layers: int) -> None:
-        """Account for `layers` layer applications to each of the rows."""
+    def steps_after_exit(self) -> float:
+        """How many steps the other rows may take when the first ones have exited, before the caller chooses a stage again."""
+
+    def charge(self, rows: Rows, layers: int, steps: Sequence[int]) -> None:
+        """Account for `layers` layers, applied to the rows of each part as often as `steps` says."""
 
 
 class Batch:
@@ -140,14 +143,14 @@ class Batch:
         self._arrive(0, WaitingRows(chunks, rows, x))
         return chunks
 
-    def _arrive(self, stage: int, waiting: WaitingRows) -> None:
-        """Rows have reached a stage, or the end of the network."""
+    def _arrive(self, stage: int, waiting: WaitingRows, passes_ago: int = 0) -> None:
+        """Rows have reached a stage, or the end of the network, `passes_ago` stage passes before."""
         if waiting.chunks[0].stage_states is not None:
             for chunk, x in zip(waiting.chunks, _split(waiting), strict=True):
                 assert chunk.stage_states is not None
                 chunk.stage_states.append(x)
         if stage < len(self.engine.stages):
-            waiting.arrived_at_pass = self.stage_passes
+            waiting.arrived_at_pass = self.stage_passes - passes_ago
             self.waiting.setdefault(stage, []).append(waiting)
             return
         for chunk, x in zip(waiting.chunks, _split(waiting), strict=True):
@@ -182,16 +185,17 @@ class Batch:
         else:
             rows = concat_rows(w.rows for w in waiting)
             x = self.engine.run_plain_stage(stage, _concat([w.x for w in waiting]), rows)
-            self._count_passes(rows, 1, len(self.engine.stage_kernels[stage].blocks), budget)
+            self._count_passes(rows, [1] * len(rows.parts), len(self.engine.stage_kernels[stage].blocks), budget)
             self._arrive(stage + 1, WaitingRows([chunk for w in waiting for chunk in w.chunks], rows, x))
         done, self._done = self._done, []
         return done
 
-    def _count_passes(self, rows: Rows, passes: int, layers: int, budget: StepBudget | None) -> None:
-        self.stage_passes += passes
-        self.rows_computed += passes * rows.n
+    def _count_passes(self, rows: Rows, steps: Sequence[int], layers: int, budget: StepBudget | None) -> None:
+        """A stage was applied to the rows of each part as often as `steps` says."""
+        self.stage_passes += max(steps)
+        self.rows_computed += sum(n * part.count for n, part in zip(steps, rows.parts, strict=True))
         if budget is not None:
-            budget.charge(rows, passes * layers)
+            budget.charge(rows, layers, steps)
 
     def _advance_loop(self, stage: int, waiting: list[WaitingRows], budget: StepBudget | None) -> None:
         loop = self.loops.get(stage)
@@ -201,13 +205,14 @@ class Batch:
             self._admit(loop, waiting)
         rows = loop.rows
         assert rows is not None
-        steps_left = math.inf if budget is None else budget.max_steps(rows, len(loop.layers))
-        interrupt = NO_INTERRUPT if budget is None else budget.interrupt
+        steps_left = steps_after_exit = math.inf
+        interrupt = NO_INTERRUPT
+        if budget is not None:
+            steps_left, steps_after_exit, interrupt = budget.max_steps(rows, len(loop.layers)), budget.steps_after_exit(), budget.interrupt
         exited = None
         while exited is None:
-            exited = loop.advance(steps_left, interrupt)
+            exited = self._advance_rows(loop, rows, steps_left, interrupt, steps_after_exit, budget)
             steps_left -= loop.steps_taken
-            self._count_passes(rows, loop.steps_taken, len(loop.layers), budget)
             if loop.failures:
                 self._collect_failures(loop)
                 break
@@ -216,7 +221,16 @@ class Batch:
         if not len(loop):
             del self.loops[stage]
         if exited is not None:
-            self._exit(stage, exited)
+            self._exit(stage, exited, loop.steps_since_exit)
+
+    def _advance_rows(
+        self, loop: Loop, rows: Rows, max_steps: float, interrupt: Interrupt, steps_after_exit: float, budget: StepBudget | None
+    ) -> ExitedRows | None:
+        """`Loop.advance`, with the steps of each row counted."""
+        before = [part.loop_step for part in rows.parts]
+        exited = loop.advance(max_steps, interrupt, steps_after_exit)
+        self._count_passes(rows, [part.loop_step - k for part, k in zip(rows.parts, before, strict=True)], len(loop.layers), budget)
+        return exited
 
     def _collect_failures(self, loop: Loop) -> None:
         for parts, error in loop.failures:
@@ -235,7 +249,7 @@ class Batch:
             start = torch.cat([chunk.start[group] for w in waiting for chunk in w.chunks])  # type: ignore[index]
         loop.admit(rows, _concat([w.x for w in waiting]), start)
 
-    def _exit(self, stage: int, exited: ExitedRows) -> None:
+    def _exit(self, stage: int, exited: ExitedRows, passes_ago: int) -> None:
         """Rows have exited a loop. The tokens of a sequence continue together, when the last of them has exited."""
         group: int = self.engine.stages[stage].index  # type: ignore[assignment]
         rows, parts = exited.rows, exited.rows.parts
@@ -245,7 +259,7 @@ class Batch:
             for chunk, part in zip(chunks, parts, strict=True):
                 chunk.steps[group] = [part.loop_step] * part.count
                 chunk.n_in_loop = 0
-            self._arrive(stage + 1, WaitingRows(chunks, rows, exited.x, loop_passes=loop_passes))
+            self._arrive(stage + 1, WaitingRows(chunks, rows, exited.x, loop_passes=loop_passes), passes_ago)
             return
         complete, outputs, first = [], [], 0
         for part in parts:
@@ -264,7 +278,7 @@ class Batch:
                 chunk.loop_outputs = None
         if not complete:
             return
-        self._arrive(stage + 1, WaitingRows(complete, self._rows_of(complete), torch.cat(outputs), loop_passes=loop_passes))
+        self._arrive(stage + 1, WaitingRows(complete, self._rows_of(complete), torch.cat(outputs), loop_passes=loop_passes), passes_ago)
 
     def _rows_of(self, chunks: list[Chunk]) -> Rows:
         """All rows of several chunks."""

@@ -2,6 +2,7 @@
 kernel may take several steps in one call."""
 
 import math
+from collections.abc import Sequence
 
 from twoscale.engine.batch import Batch
 from twoscale.engine.kernels.base import Interrupt
@@ -39,9 +40,10 @@ class SchedulerStepBudget:
         left = [(self.until_virtual_time - g.virtual_time, charge) for g, charge in charges.items()]
         return max((time // charge + 1 if charge else math.inf for time, charge in left if time >= 0), default=1.0)
 
-    def charge(self, rows: Rows, layers: int) -> None:
-        if self.only_request_group is not None:
-            self.only_request_group.virtual_time += rows.n * layers
-            return
-        for part in rows.parts:
-            part.chunk.request.request_group.virtual_time += part.count * layers
+    def steps_after_exit(self) -> float:
+        return self.policy.steps_after_exit
+
+    def charge(self, rows: Rows, layers: int, steps: Sequence[int]) -> None:
+        for part, n in zip(rows.parts, steps, strict=True):
+            group = self.only_request_group or part.chunk.request.request_group
+            group.virtual_time += part.count * layers * n

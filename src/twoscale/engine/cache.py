@@ -66,15 +66,23 @@ class LayerCache:
         self.layer, self.shape, self.max_levels, self.kernels = layer, shape, levels, kernels  # (J, T, D)
         self.slot: object | None = None
         """Reference to the memory of keys and values, for kernels that allocate it in common tensors (see `slots`)."""
-        self.n_levels = 0  # levels allocated and filled so far
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
-        self._new_kv_pointers()
+        self._new_kv_pointers(0)
 
-    def _new_kv_pointers(self) -> None:
+    def _new_kv_pointers(self, n_levels: int) -> None:
         """`kv_pointers` is the struct at a fixed address from which C kernels read where keys and values are."""
-        self.kv_pointers = KVPointers(max_levels=self.max_levels)
+        self.kv_pointers = KVPointers(max_levels=self.max_levels, n_levels=n_levels)
         self.kv_pointers_address = ctypes.addressof(self.kv_pointers)
+
+    @property
+    def n_levels(self) -> int:
+        """Levels allocated and filled so far."""
+        return self.kv_pointers.n_levels
+
+    @n_levels.setter
+    def n_levels(self, n: int) -> None:
+        self.kv_pointers.n_levels = n
 
     def write(self, step: int, positions: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
         """Store keys and values (J, D), or (J, n, D) for several positions; returns what this loop step attends to, (J, end, D) each.
@@ -145,7 +153,7 @@ class LayerCache:
         """A copy with its own memory, allocated by other kernels if they are given."""
         new = copy(self)
         new.kernels = kernels or self.kernels
-        new._new_kv_pointers()
+        new._new_kv_pointers(self.n_levels)
         if len(self.keys):
             new._reallocate(len(self.keys), self.shape[1])
         return new

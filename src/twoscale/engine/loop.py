@@ -6,7 +6,7 @@ Rows may join between two steps. They exit one by one: when their exit rule fire
 Shapes: N rows, C width.
 """
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,6 +49,8 @@ class Loop:
         self.rules = self._new_rules()
         self.steps_taken = 0
         """Steps of the last call of `advance`."""
+        self.steps_since_exit = 0
+        """How many of them came after the first rows had exited."""
 
     def _new_rules(self) -> LoopExitRules:
         return LoopExitRules(self.group.index, self.engine.config.n_embd, self.engine.kernels, self.failures)
@@ -78,8 +80,8 @@ class Loop:
         """Whether the kernels have decided on `fused`."""
         self._attention_of_layer: AttentionOfLayer | None = None
         self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
-        self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts))
-        """Steps until one of the caches must allocate another level."""
+        self.allocated_steps = [self._allocated(part) for part in rows.parts]
+        """For each part the loop step up to which the levels of its cache are allocated."""
 
     def _clear(self) -> None:
         self.rows, self.rules = None, self._new_rules()
@@ -99,25 +101,27 @@ class Loop:
         injected = None if self.injected is None else self.injected.index_select(0, index)
         self._set_rows(self.rows.select(index), self.x.index_select(0, index), injected)
 
-    def advance(self, max_steps: float = 1, interrupt: Interrupt = NO_INTERRUPT) -> ExitedRows | None:
+    def advance(self, max_steps: float = 1, interrupt: Interrupt = NO_INTERRUPT, steps_after_exit: float = 0) -> ExitedRows | None:
         """Steps until rows exit, `max_steps` are taken (at least one), or `interrupt` is set; returns the rows that exit, if any.
 
-        Fewer steps are taken where a cache has no level for the next one yet, or a rule fails: see `steps_taken`.
+        When the first rows have exited, the others may take up to `steps_after_exit` steps more, and exit too. Fewer steps are taken where
+        a cache has no level for the next one yet, or a rule fails: see `steps_taken`. The steps of each row are in `Part.loop_step`.
         """
         rows = self.rows
         assert rows is not None
-        self.steps_taken = 0
-        if self._allocated_steps_left < 1 and not self._allocate_levels(rows):
+        self.steps_taken = self.steps_since_exit = 0
+        if self.needs_levels() and not self._allocate_levels(rows):
             return None
-        limit = min(max_steps, self._allocated_steps_left, max(self.max_steps))
-        steps = self.stage_kernels.iterate(self, int(limit), interrupt)
+        limit = min(max_steps, max(self.max_steps))
+        before = sum(part.loop_step * part.count for part in rows.parts)
+        steps = self.stage_kernels.iterate(self, int(limit), interrupt, int(min(steps_after_exit, limit)))
         self.steps_taken, self.x = steps.taken, steps.after
-        self._allocated_steps_left -= steps.taken
-        self.engine.loop_steps[self.group.index] += steps.taken * rows.n
+        self.steps_since_exit = steps.taken - steps.first_exit if steps.first_exit else 0
+        self.engine.loop_steps[self.group.index] += sum(part.loop_step * part.count for part in rows.parts) - before
         if steps.exits is False:
             return None
         if steps.exits is True:
-            return self._exit_all(rows, steps.before if steps.return_previous is True else steps.after)
+            return self._exit_all(rows, steps.before if steps.return_previous is True else steps.after, steps.filled)
         return self._exit_some(rows, steps)
 
     def step(self) -> LoopSteps:
@@ -142,28 +146,36 @@ class Loop:
             exits = torch.tensor(ended, device=after.device) | exits
         return LoopSteps(1, before, after, exits, return_previous)
 
-    def _steps_until_allocation(self, part: Part) -> float:
-        """Further steps of a part for which the levels of its cache are allocated; infinite if they all are."""
+    def needs_levels(self) -> bool:
+        """Whether a cache has no level for the next step yet."""
+        assert self.rows is not None
+        return any(part.loop_step >= k for part, k in zip(self.rows.parts, self.allocated_steps, strict=True))
+
+    def _allocated(self, part: Part) -> int:
+        """The loop step up to which the levels of a part's cache are allocated."""
         layer = part.cache.layers[self.layers.start]
-        return math.inf if layer.n_levels == layer.max_levels else layer.n_levels - part.loop_step
+        return sys.maxsize if layer.n_levels == layer.max_levels else layer.n_levels
 
     def _allocate_levels(self, rows: Rows) -> bool:
         """Allocate the levels of the next step. Parts whose cache cannot grow become failures; False if there are any.
 
         Done before the step, so that a failure belongs to one request and nothing has been computed for the others yet.
         """
-        for part in rows.parts:
+        for part, allocated in zip(rows.parts, self.allocated_steps, strict=True):
+            if part.loop_step < allocated:
+                continue
             try:
                 for layer in self.layers:
                     part.cache.layers[layer].ensure_level(part.loop_step + 1, part.cache.length)
             except Exception as error:
                 self.failures.append(([part], error))
-        self._allocated_steps_left = min(map(self._steps_until_allocation, rows.parts))
+        self.allocated_steps = [self._allocated(part) for part in rows.parts]
         return not self.failures
 
-    def _exit_all(self, rows: Rows, states: Tensor) -> ExitedRows:
-        """All rows exit with these states (N, C)."""
-        rows.fill_deeper_levels(self.layers)
+    def _exit_all(self, rows: Rows, states: Tensor, filled: bool) -> ExitedRows:
+        """All rows exit with these states (N, C); `filled`: the deeper levels of their caches are filled already."""
+        if not filled:
+            rows.fill_deeper_levels(self.layers)
         self._clear()
         return ExitedRows(rows, self.group.output(states))
 
@@ -174,9 +186,10 @@ class Loop:
         if steps.return_previous is not False:
             states = torch.where(torch.as_tensor(steps.return_previous, device=states.device)[..., None], steps.before, states)
         if len(exit_index) == rows.n:
-            return self._exit_all(rows, states)
+            return self._exit_all(rows, states, steps.filled)
         exited_rows = rows.select(exit_index)
-        exited_rows.fill_deeper_levels(self.layers)
+        if not steps.filled:
+            exited_rows.fill_deeper_levels(self.layers)
         exited = ExitedRows(exited_rows, self.group.output(states.index_select(0, exit_index)))
         self.x = states
         self._select_rows((~steps.exits).nonzero().flatten())

@@ -31,6 +31,8 @@ class Policy:
     """Whether tokens may join a batch that is already running."""
     loop_until_exit = True
     """Whether loop steps are repeated until rows exit; otherwise `next_stage` is asked after every step."""
+    steps_after_exit = 0
+    """How many loop steps the other rows may take when the first have exited, before `next_stage` is asked."""
 
     def next_stage(self, batch: Batch) -> int:
         """The stage of the next pass, an index into `model.stages`."""

@@ -110,13 +110,18 @@ class LoopExitRules:
         """Add rows."""
         if self.previous_steps is not None:
             self.previous_steps.admit(rows.n)
+        by_rule: list[tuple[Rule | None, list[int]]] = []
         for part in rows.parts:
             rule = part.cache.params.rules[self.group]
+            new = next((indices for own, indices in by_rule if _same(own, rule)), None)
+            if new is None:
+                by_rule.append((rule, new := []))
+            new += range(self.n, self.n + part.count)
+            self.n += part.count
+        for rule, new in by_rule:
             if self.previous_steps is None and rule is not None and rule.follows_steps:
                 self.previous_steps = PreviousSteps(self.kernels)
             same_rule = next((entry for entry in self.by_rule if _same(entry.rule, rule)), None)
-            new = list(range(self.n, self.n + part.count))
-            self.n += part.count
             if same_rule is None:
                 self.by_rule.append(RowsOfRule(rule, new, self._condition(rule), self.kernels))
             else:

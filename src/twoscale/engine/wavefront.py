@@ -115,7 +115,7 @@ class Wave(Batch):
         x = engine.embed(rows)
         if self.stage_index:
             x = engine.run_plain_stage(0, x, rows)
-            self._count(rows, 1, len(engine.stage_kernels[0].blocks), budget)
+            self._count(rows, len(engine.stage_kernels[0].blocks), budget)
         self.loop.admit(rows, x)
         if self.positions:
             self._add(drafted=1)
@@ -128,8 +128,8 @@ class Wave(Batch):
         assert rows is not None
         to_next_read_out = min(p.next_read_out - p.part.loop_step for p in self.positions if p.output is None)
         allowed, interrupt = (math.inf, NO_INTERRUPT) if budget is None else (budget.max_steps(rows, layers), budget.interrupt)
-        exited = self.loop.advance(max(1, min(to_next_read_out, allowed)), interrupt)
-        self._count(rows, self.loop.steps_taken, layers, budget)
+        exited = self._advance_rows(self.loop, rows, max(1, min(to_next_read_out, allowed)), interrupt, 0, budget)
+        self._add(calls=self.loop.steps_taken)
         if self.loop.failures:
             self._collect_failures(self.loop)
         elif exited is not None:
@@ -138,9 +138,10 @@ class Wave(Batch):
                 by_end[part.end].output = exited.x[i : i + 1]
         return self.loop.steps_taken < allowed and not interrupt
 
-    def _count(self, rows: Rows, passes: int, layers: int, budget: StepBudget | None) -> None:
-        self._count_passes(rows, passes, layers, budget)
-        self._add(calls=passes)
+    def _count(self, rows: Rows, layers: int, budget: StepBudget | None) -> None:
+        """Plain layers were applied to the rows."""
+        self._count_passes(rows, [1] * len(rows.parts), layers, budget)
+        self._add(calls=1)
 
     def _add(self, **counts: int) -> None:
         self.request.speculation_stats += SpeculationStats(**counts)
@@ -156,7 +157,7 @@ class Wave(Batch):
         x = torch.cat(states)
         if self.stage_index + 1 < len(engine.stages):
             x = engine.run_plain_stage(self.stage_index + 1, x, rows)
-            self._count(rows, 1, len(engine.stage_kernels[self.stage_index + 1].blocks), budget)
+            self._count(rows, len(engine.stage_kernels[self.stage_index + 1].blocks), budget)
         done = None
         if due[0] is self.positions[0] and due[0].output is not None:
             first, x = due.pop(0), torch.cat((x[1:], x[:1]))

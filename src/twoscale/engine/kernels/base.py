@@ -41,9 +41,10 @@ NO_INTERRUPT = Interrupt()  # never set
 
 @dataclass(frozen=True, slots=True)
 class LoopSteps:
-    """The result of one or more loop steps. Rows exit only after the newest of them."""
+    """The result of one or more loop steps. Rows exit after the newest of them, or (`first_exit`) some of them before it."""
 
     taken: int
+    """Steps of the rows that are still in the loop, or that exited last."""
     before: Tensor
     """(N, C): the states before the newest step."""
     after: Tensor
@@ -52,6 +53,10 @@ class LoopSteps:
     """Which rows exit: bools (N,), or one for all."""
     return_previous: Tensor | bool
     """Which of them return the state before the newest step: bools (N,), or one for all."""
+    first_exit: int = 0
+    """The number of steps after which the first rows exited; 0: none has."""
+    filled: bool = False
+    """Whether the deeper levels of the rows that exit are filled already."""
 
 
 class StageKernels:
@@ -72,16 +77,19 @@ class StageKernels:
             x = block(x, rope, attention_of_layer(i))
         return x[0]
 
-    def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt) -> LoopSteps:
-        """Loop steps of a group until a row exits, a rule fails, `max_steps` are taken (at least one), or `interrupt` is set.
+    def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt, steps_after_exit: int = 0) -> LoopSteps:
+        """Loop steps of a group until a row exits, a rule fails, `max_steps` are taken (at least one), a cache has no level for the next
+        step, or `interrupt` is set.
 
-        Precondition: cache levels for `max_steps` more steps are allocated."""
+        The other rows may go on for `steps_after_exit` steps when the first have exited; here they do not. Precondition: the levels of the
+        first step are allocated."""
         taken = 0
         while True:
             step, taken = loop.step(), taken + 1
             exits = step.exits if isinstance(step.exits, bool) else bool(step.exits.any())
-            if exits or taken >= max_steps or loop.failures or interrupt:
-                return LoopSteps(taken, step.before, step.after, step.exits if exits else False, step.return_previous)
+            if exits or taken >= max_steps or loop.failures or interrupt or loop.needs_levels():
+                first_exit = taken if exits else 0
+                return LoopSteps(taken, step.before, step.after, step.exits if exits else False, step.return_previous, first_exit)
 
 
 class RowKernels(Protocol):

@@ -56,7 +56,7 @@ _SIGNATURES = {
     "block": [_INT] * 2 + [_PTR] * 7,
     "statistics": [_INT] * 3 + [_PTR] * 7,
     "run_stage": [_INT] + [_PTR] * 8,
-    "iterate": [_INT] + [_PTR] * 3 + [_INT, _PTR],
+    "iterate": [_INT] + [_PTR] * 3 + [_INT] * 2 + [_PTR] * 2,
     "sample": [_INT] * 3 + [_PTR] * 8,
     "fingerprints": [_INT] * 2 + [_PTR] * 3,
 }
@@ -95,7 +95,10 @@ class KVView(ctypes.Structure):
 class KVPointers(ctypes.Structure):
     """The struct KVPointers of loop.c: where the keys and values of one layer of one sequence are."""
 
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("keys", "values")), ("level_size", ctypes.c_int64), ("max_levels", ctypes.c_int64))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("level_size", "max_levels", "n_levels")),
+    )
 
 
 class StageWeights(ctypes.Structure):
@@ -125,7 +128,7 @@ class ExitTest(ctypes.Structure):
         ("tau", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("parameters", "rule_state")),
         *((name, ctypes.c_int64) for name in ("rule_state_size", "hits", "min_steps")),
-        *((name, ctypes.c_int32) for name in ("statistic", "above")),
+        *((name, ctypes.c_int32) for name in ("statistic", "above", "return_previous")),
     )
 
 
@@ -138,12 +141,13 @@ class Lens(ctypes.Structure):
 class LoopRows(ctypes.Structure):
     """The struct LoopRows of loop.c: rows inside a loop group."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_void_p)
-        for name in (
-            "x", "buffer_a", "buffer_b", "injected", "cos", "sin", "previous_step", "norms", "kv", "loop_step", "max_steps",
-            "tests", "test_index", "index_in_test", "lens", "lens_scratch", "values", "streak", "fired", "exits", "scratch",
-        )
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "x", "buffer_a", "buffer_b", "injected", "cos", "sin", "previous_step", "norms", "kv", "loop_step", "max_steps", "tests",
+            "test_index", "index_in_test", "lens", "lens_scratch", "values", "streak", "fired", "exits", "scratch", "allocated",
+            "result", "compact", "compact_rows",
+        )),
+        ("rope_size", ctypes.c_int64),
     )  # fmt: skip
 
 

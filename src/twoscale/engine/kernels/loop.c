@@ -7,7 +7,7 @@
 /* Where the keys and values of one layer of one sequence are, (levels, J, capacity, D) each. Loop step k uses level (k - 1) mod max_levels. */
 typedef struct {
     float *keys, *values;
-    int64_t level_size, max_levels; /* level_size in floats */
+    int64_t level_size, max_levels, n_levels; /* level_size in floats; n_levels: how many are allocated and filled */
 } KVPointers;
 
 /* The weights of a stage. For a loop group also: state_weight, the half of the input projection that multiplies the state (null: none), and
@@ -74,84 +74,170 @@ typedef struct {
     float *lens_scratch;          /* min(n, LENS_ROWS) * (C + O) floats */
     double *values;               /* (n,): the statistics of the newest step */
     int64_t *streak;              /* (n,): number of consecutive steps that have passed; null: no test counts them */
-    uint8_t *fired, *exits;       /* (n,): rows whose test fires after the newest step; rows that exit, also at max_steps */
+    uint8_t *fired, *exits;       /* (n,): rows whose test fires after their newest step; rows that exit, also at max_steps */
     float *scratch;
+    const int64_t *allocated;     /* (n_parts,): the loop step up to which the levels of a part's cache are allocated */
+    float *result;                /* (n, C): see `iterate`; null if it returns when the first rows exit */
+    float *compact;               /* n * (C + 2 * rope_size) floats, if `result` is given */
+    int64_t *compact_rows;        /* 3 * n, likewise */
+    int64_t rope_size;            /* entries of cos and of sin for each row */
 } LoopRows;
+
+/* The rows that are still in the loop. Row t of them is row index[t] of the caller's arrays (index null: row t). */
+typedef struct {
+    RowSet set;
+    const int64_t *index;
+    const float *injected, *cos, *sin;
+} ActiveRows;
+
+static inline int caller_row(const ActiveRows *a, int t) { return a->index ? (int)a->index[t] : t; }
 
 #define LENS_ROWS 32 /* rows whose logits are computed at a time */
 
-static inline const ExitTest *test_of(const LoopRows *l, int t) {
-    return !l->tests ? 0 : !l->test_index ? l->tests : l->test_index[t] < 0 ? 0 : l->tests + l->test_index[t];
+static inline const ExitTest *test_of(const LoopRows *l, int row) {
+    return !l->tests ? 0 : !l->test_index ? l->tests : l->test_index[row] < 0 ? 0 : l->tests + l->test_index[row];
 }
 
-/* The statistic of row t; its logits are given if it reads them. */
-static double value_of(const StageWeights *s, const RowSet *r, const LoopRows *l, const float *before, const float *after, int t, float *logits) {
-    RowStep step = {.C = s->C, .V = l->lens ? l->lens->V : 0, .loop_step = l->loop_step[r->part[t]], .before = before + (long)t * s->C,
-                    .after = after + (long)t * s->C, .norms = l->norms ? l->norms + (long)NORMS * t : 0, .logits = logits};
-    return statistic_of(test_of(l, t), &step, l->index_in_test ? l->index_in_test[t] : t);
+/* The statistic of active row t; its logits are given if it reads them. */
+static double value_of(const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after, int t,
+                       float *logits) {
+    int row = caller_row(a, t);
+    RowStep step = {.C = s->C, .V = l->lens ? l->lens->V : 0, .loop_step = l->loop_step[a->set.part[t]], .before = before + (long)t * s->C,
+                    .after = after + (long)t * s->C, .norms = l->norms ? l->norms + (long)NORMS * row : 0, .logits = logits};
+    return statistic_of(test_of(l, row), &step, l->index_in_test ? l->index_in_test[row] : row);
 }
 
-/* The statistics of all rows that read logits. */
-static void read_lens(int threads, const StageWeights *s, const RowSet *r, const LoopRows *l, const float *before, const float *after) {
+/* The statistics of all active rows that read logits. */
+static void read_lens(int threads, const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after) {
     const Lens *lens = l->lens;
     int C = s->C, rows[LENS_ROWS], n = 0;
-    float *states = l->lens_scratch, *logits = states + (long)(r->n < LENS_ROWS ? r->n : LENS_ROWS) * C;
-    for (int t = 0; t < r->n; t++) {
-        const ExitTest *test = test_of(l, t);
+    float *states = l->lens_scratch, *logits = states + (long)(a->set.n < LENS_ROWS ? a->set.n : LENS_ROWS) * C;
+    for (int t = 0; t < a->set.n; t++) {
+        const ExitTest *test = test_of(l, caller_row(a, t));
         if (test && reads_logits(test->statistic)) {
             if (lens->gain) rms_norm_row(C, after + (long)t * C, lens->gain, lens->eps, states + (long)n * C);
             else memcpy(states + (long)n * C, after + (long)t * C, C * sizeof(float));
             rows[n++] = t;
         }
-        if (n == LENS_ROWS || (n && t + 1 == r->n)) {
+        if (n == LENS_ROWS || (n && t + 1 == a->set.n)) {
             linear(threads, n, lens->head, states, logits);
-            for (int i = 0; i < n; i++) l->values[rows[i]] = value_of(s, r, l, before, after, rows[i], logits + (long)i * lens->head->O);
+            for (int i = 0; i < n; i++)
+                l->values[caller_row(a, rows[i])] = value_of(s, a, l, before, after, rows[i], logits + (long)i * lens->head->O);
             n = 0;
         }
     }
 }
 
-/* Which rows exit after a step; returns whether any does. */
-static int check_exits(int threads, const StageWeights *s, const RowSet *r, const LoopRows *l, const float *before, const float *after) {
+/* Which active rows exit after a step; returns whether any does. */
+static int check_exits(int threads, const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after) {
     int any = 0;
-    if (l->lens) read_lens(threads, s, r, l, before, after);
-    for (int t = 0; t < r->n; t++) {
-        int64_t loop_step = l->loop_step[r->part[t]];
-        const ExitTest *test = test_of(l, t);
-        l->fired[t] = 0;
+    if (l->lens) read_lens(threads, s, a, l, before, after);
+    for (int t = 0; t < a->set.n; t++) {
+        int row = caller_row(a, t);
+        int64_t loop_step = l->loop_step[a->set.part[t]];
+        const ExitTest *test = test_of(l, row);
+        l->fired[row] = 0;
         if (test) {
-            if (!reads_logits(test->statistic)) l->values[t] = value_of(s, r, l, before, after, t, 0);
-            int passed = test->above ? l->values[t] > test->tau : l->values[t] < test->tau;
-            if (test->hits > 1) passed = (l->streak[t] = (l->streak[t] + 1) * passed) >= test->hits;
-            l->fired[t] = passed && loop_step >= test->min_steps;
+            if (!reads_logits(test->statistic)) l->values[row] = value_of(s, a, l, before, after, t, 0);
+            int passed = test->above ? l->values[row] > test->tau : l->values[row] < test->tau;
+            if (test->hits > 1) passed = (l->streak[row] = (l->streak[row] + 1) * passed) >= test->hits;
+            l->fired[row] = passed && loop_step >= test->min_steps;
         }
-        l->exits[t] = l->fired[t] || loop_step >= l->max_steps[r->part[t]];
-        any |= l->exits[t];
+        l->exits[row] = l->fired[row] || loop_step >= l->max_steps[a->set.part[t]];
+        any |= l->exits[row];
     }
     return any;
 }
 
-/* Loop steps until a row exits, `max_steps` are taken, or *interrupt is not 0; returns the number of steps. Precondition: cache levels for
- * `max_steps` more steps are allocated. */
-int iterate(int threads, const StageWeights *s, const RowSet *r, const LoopRows *l, int max_steps, const int32_t *interrupt) {
-    int n = r->n, C = s->C, steps = 0, any = 0;
-    long size = (long)n * C;
+/* Whether the cache of an active row has no level for its next step. */
+static int needs_level(const ActiveRows *a, const LoopRows *l) {
+    for (int t = 0; t < a->set.n; t++)
+        if (l->loop_step[a->set.part[t]] >= l->allocated[a->set.part[t]]) return 1;
+    return 0;
+}
+
+/* Copy the keys and values of the rows that exit to the deeper levels of their caches. Every row is a part of its own. */
+static void fill_exited(const StageWeights *s, const ActiveRows *a, const LoopRows *l) {
+    for (int t = 0; t < a->set.n; t++)
+        for (int layer = 0; l->exits[caller_row(a, t)] && layer < s->n_layers; layer++) {
+            int64_t p = a->set.part[t], step = l->loop_step[p];
+            const KVPointers *kv = l->kv[layer * a->set.n_parts + p];
+            if (step < kv->n_levels)
+                fill_deeper_levels(s->blocks[layer]->J, s->blocks[layer]->D, a->set.capacity[p], a->set.position[t], step - 1, step,
+                                   kv->n_levels, kv->keys, kv->values);
+        }
+}
+
+/* Move row `from` of an array with rows of `size` floats to row `to` of another one, which may be the same. */
+static inline void move_row(float *out, const float *in, int to, int from, long size) {
+    if (in) memmove(out + to * size, in + from * size, size * sizeof(float));
+}
+
+/* Write the states of the rows that exit to `result` and make the others contiguous, their states `after` included. */
+static void remove_exited(const StageWeights *s, ActiveRows *a, const LoopRows *l, int n_all, const float *before, float *after) {
+    long C = s->C, D = l->rope_size;
+    float *injected = l->compact, *cos = injected + n_all * C, *sin = cos + n_all * D;
+    int64_t *part = l->compact_rows, *position = part + n_all, *index = position + n_all;
+    int n = 0;
+    for (int t = 0; t < a->set.n; t++) {
+        int row = caller_row(a, t);
+        if (l->exits[row]) {
+            const ExitTest *test = test_of(l, row);
+            move_row(l->result, l->fired[row] && test->return_previous ? before : after, row, t, C);
+            continue;
+        }
+        move_row(after, after, n, t, C);
+        move_row(injected, a->injected, n, t, C);
+        move_row(cos, a->cos, n, t, D);
+        move_row(sin, a->sin, n, t, D);
+        part[n] = a->set.part[t], position[n] = a->set.position[t], index[n++] = row;
+    }
+    a->set.n = n, a->set.part = part, a->set.position = position, a->index = index;
+    a->injected = a->injected ? injected : 0, a->cos = a->cos ? cos : 0, a->sin = a->sin ? sin : 0;
+}
+
+/* Loop steps until rows exit, `max_steps` are taken, a cache has no level for the next step, or *interrupt is not 0; returns the number of
+ * steps. Precondition: the levels of the first step are allocated. Where every row is a part of its own, the deeper levels of rows that exit
+ * are filled.
+ *
+ * With `result` the other rows go on for at most `steps_after_exit` steps when the first have exited (*first_exit: after how many steps that
+ * was, 0: none has). Every row must then be a part of its own. `result` gets the output of the rows that exit, and the states of those that
+ * have not; `loop_step` tells how many steps each has taken. */
+int iterate(int threads, const StageWeights *s, const RowSet *r, const LoopRows *l, int max_steps, int steps_after_exit, int32_t *first_exit,
+            const int32_t *interrupt) {
+    int C = s->C, steps = 0, one_row_per_part = r->n == r->n_parts;
+    ActiveRows a = {*r, 0, l->injected, l->cos, l->sin};
     const float *before = l->x;
-    while (steps < max_steps && !any) {
+    *first_exit = 0;
+    while (a.set.n && steps < max_steps && !(*first_exit && (!l->result || steps - *first_exit >= steps_after_exit)) && !needs_level(&a, l)) {
         float *after = steps % 2 ? l->buffer_b : l->buffer_a;
         const float *input = before;
-        for (int p = 0; p < r->n_parts; p++) l->loop_step[p]++;
+        int n = a.set.n;
+        long size = (long)n * C;
+        if (a.index) for (int t = 0; t < n; t++) l->loop_step[a.set.part[t]]++;
+        else for (int p = 0; p < r->n_parts; p++) l->loop_step[p]++;
         if (s->state_weight) linear(threads, n, s->state_weight, before, after), input = after;
-        if (l->injected) {
-            for (long i = 0; i < size; i++) after[i] = input[i] + l->injected[i];
+        if (a.injected) {
+            for (long i = 0; i < size; i++) after[i] = input[i] + a.injected[i];
             input = after;
         }
-        apply_layers(threads, s, r, l->kv, l->loop_step, input, l->cos, l->sin, l->scratch, after);
+        apply_layers(threads, s, &a.set, l->kv, l->loop_step, input, a.cos, a.sin, l->scratch, after);
         if (s->norm_gain) rms_norm(size < MIN_PARALLEL_SIZE ? 1 : threads, n, C, after, s->norm_gain, s->norm_eps, after);
-        if (l->previous_step) step_norms(size < MIN_PARALLEL_SIZE ? 1 : threads, n, C, before, after, l->previous_step, l->norms);
-        any = check_exits(threads, s, r, l, before, after);
-        before = after, steps++;
+        if (l->previous_step && !a.index) step_norms(size < MIN_PARALLEL_SIZE ? 1 : threads, n, C, before, after, l->previous_step, l->norms);
+        else if (l->previous_step)
+            for (int t = 0; t < n; t++) {
+                long row = a.index[t];
+                step_norms(1, 1, C, before + (long)t * C, after + (long)t * C, l->previous_step + row * C, l->norms + row * NORMS);
+            }
+        steps++;
+        if (check_exits(threads, s, &a, l, before, after)) {
+            if (!*first_exit) *first_exit = steps;
+            if (one_row_per_part) fill_exited(s, &a, l);
+            if (l->result) remove_exited(s, &a, l, r->n, before, after);
+        }
+        before = after;
         if (__atomic_load_n(interrupt, __ATOMIC_RELAXED)) break;
     }
+    if (l->result) for (int t = 0; t < a.set.n; t++) move_row(l->result, before, caller_row(&a, t), t, C);
     return steps;
 }

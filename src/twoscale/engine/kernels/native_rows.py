@@ -187,10 +187,12 @@ class NativeStageKernels(StageKernels):
         self.library.run_stage(threads, self.address, row_kernels.row_set, kv, x_ptr, cos, sin, work, out_ptr)
         return out
 
-    def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt) -> LoopSteps:
+    def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt, steps_after_exit: int = 0) -> LoopSteps:
         if not loop.fused_is_chosen:
             loop.fused, loop.fused_is_chosen = FusedLoop(self, loop) if FusedLoop.applies(loop) else None, True
-        return super().iterate(loop, max_steps, interrupt) if loop.fused is None else loop.fused.run(loop, max_steps, interrupt)
+        if loop.fused is None:
+            return super().iterate(loop, max_steps, interrupt)
+        return loop.fused.run(loop, max_steps, interrupt, steps_after_exit)
 
 
 class FusedLoop:
@@ -204,7 +206,9 @@ class FusedLoop:
         self.states, streaks = (torch.empty_like(loop.x), torch.empty_like(loop.x)), rules.streaks()
         self.streaks = None if streaks is None else (ctypes.c_int64 * n)(*streaks)
         self.loop_step, max_steps = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.max_steps)
-        self.fired, self.exits = (ctypes.c_uint8 * n)(), (ctypes.c_uint8 * n)()
+        self.fired, self.exits, self.first_exit = (ctypes.c_uint8 * n)(), (ctypes.c_uint8 * n)(), ctypes.c_int32()
+        self.allocated = (ctypes.c_int64 * n_parts)()
+        self._compact: tuple[Tensor, ctypes.Array[ctypes.c_int64]] | None = None
         values = (ctypes.c_double * n)()
         injected = None if loop.injected is None else loop.injected.contiguous()
         previous_step = None if rules.previous_steps is None else rules.previous_steps.vectors_like(loop.x)
@@ -223,6 +227,7 @@ class FusedLoop:
             streak=_address(self.streaks),
             fired=_address(self.fired),
             exits=_address(self.exits),
+            allocated=_address(self.allocated),
         )
         self._keep_alive: list[object] = [max_steps, values, injected, previous_step, norms]  # C holds their addresses
         self._add_tests(pointers, rules, loop.engine.model)
@@ -262,8 +267,19 @@ class FusedLoop:
         """Whether the steps of these rows can be taken in C."""
         return len(loop) <= MAX_FUSED_ROWS and loop.engine.config.noise == "start" and loop.rules.conditions() is not None
 
-    def run(self, loop: "Loop", max_steps: int, interrupt: Interrupt) -> LoopSteps:
-        """See `StageKernels.iterate`."""
+    def _result(self) -> Tensor:
+        """The output of rows that exit one after the other in one call, (N, C), with what C needs to remove them."""
+        n, C, D = self.n, self.stage.width, self.stage.head_dim
+        if self._compact is None:
+            self._compact = empty_floats(n * (C + 2 * D)), (ctypes.c_int64 * (3 * n))()
+            self.pointers.compact, self.pointers.compact_rows = pointer(self._compact[0], n * (C + 2 * D)), _address(self._compact[1])
+            self.pointers.rope_size = D
+        result = torch.empty_like(self.states[0])
+        self.pointers.result = pointer(result, n * C)
+        return result
+
+    def run(self, loop: "Loop", max_steps: int, interrupt: Interrupt, steps_after_exit: int) -> LoopSteps:
+        """See `StageKernels.iterate`. Rows that exit before others are removed in C if each is a sequence of its own."""
         stage, pointers, parts, (buffer_a, buffer_b) = self.stage, self.pointers, self.rows.parts, self.states
         x, size = loop.x, self.n * self.stage.width
         if x is buffer_a:  # x may be the output buffer of the previous call: write the other buffer first
@@ -271,14 +287,24 @@ class FusedLoop:
         pointers.x, pointers.buffer_a, pointers.buffer_b = pointer(x, size), pointer(buffer_a, size), pointer(buffer_b, size)
         pointers.scratch = scratch(self.n * stage.scratch_per_row + 2 * self.threads * self.row_kernels.longest)
         for i, part in enumerate(parts):
-            self.loop_step[i] = part.loop_step
-        taken = stage.library.iterate(self.threads, stage.address, self.row_kernels.row_set, self.address, max_steps, interrupt.address)
-        for part in parts:
-            part.loop_step += taken
+            self.loop_step[i], self.allocated[i] = part.loop_step, loop.allocated_steps[i]
+        result = self._result() if steps_after_exit and self.n > 1 and self.rows.one_row_per_part else None
+        if result is None:
+            pointers.result = None
+        taken = stage.library.iterate(
+            self.threads, stage.address, self.row_kernels.row_set, self.address, max_steps, min(steps_after_exit, max_steps),
+            ctypes.addressof(self.first_exit), interrupt.address,
+        )  # fmt: skip
+        for part, loop_step in zip(parts, self.loop_step, strict=True):
+            part.loop_step = loop_step
         if self.streaks is not None:
             loop.rules.set_streaks(self.streaks[:])
+        exits, return_previous = self._exits(loop.rules)
+        if result is not None:
+            return LoopSteps(taken, result, result, exits, False, self.first_exit.value, filled=True)
         before, after = (buffer_b, buffer_a) if taken % 2 else (buffer_a, buffer_b)
-        return LoopSteps(taken, x if taken == 1 else before, after, *self._exits(loop.rules))
+        filled = self.rows.one_row_per_part
+        return LoopSteps(taken, x if taken == 1 else before, after, exits, return_previous, self.first_exit.value, filled)
 
     def _exits(self, rules: "LoopExitRules") -> tuple[Tensor | bool, Tensor | bool]:
         """Which rows exit, and which of them return the state before the newest step."""
@@ -315,8 +341,8 @@ def exit_test(condition: Condition, rule: Rule | None, rule_state: Tensor) -> Ex
     """A condition for C, with the buffer of the rows' rule state; the caller keeps both alive while C uses them."""
     state_ptr, size = (pointer(rule_state, rule_state.numel()), rule_state.shape[1]) if rule_state.dim() else (None, 0)
     parameters = condition.parameter_array.buffer_info()[0] if condition.parameters else None
-    hits, min_steps = (1, 1) if rule is None else (rule.hits, rule.min_steps)
-    return ExitTest(condition.tau, parameters, state_ptr, size, hits, min_steps, condition.statistic.code, condition.above)
+    hits, min_steps, previous = (1, 1, False) if rule is None else (rule.hits, rule.min_steps, rule.keep == "previous")
+    return ExitTest(condition.tau, parameters, state_ptr, size, hits, min_steps, condition.statistic.code, condition.above, previous)
 
 
 class NativeEvaluator:

@@ -12,7 +12,7 @@ typedef struct {
     const double *parameters; /* the weights of a learned head, or min_p */
     float *rule_state;        /* (rows of this rule, rule_state_size): what is remembered of each row; NaN before its first step */
     int64_t rule_state_size, hits, min_steps;
-    int32_t statistic, above;
+    int32_t statistic, above, return_previous; /* return_previous: a row that exits returns the state before its newest step */
 } ExitTest;
 
 /* One row after a step. */
