@@ -36,6 +36,7 @@ def test_tests_share_modules_not_tests() -> None:
         assert not re.search(r"(?:from|import) test_\w+", path.read_text()), path
 
 
+@pytest.mark.long
 def test_core_needs_no_extras(tmp_path: Path) -> None:
     """The core imports, trains, traces and reports with none of the extras present."""
     script = (

@@ -283,6 +283,7 @@ for _ in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_kill_and_resume(tmp_path: Path) -> None:
     """With every objective a run that is killed with -9 and started again has bitwise the losses and weights of one that was not."""
     torch.set_num_threads(1)  # as in the children; sums of other threads are other sums
@@ -322,6 +323,7 @@ import os; os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_processes_agree(tmp_path: Path) -> None:
     """With every objective two processes, by DDP or FSDP2, have the losses and weights of one within rounding."""
     (tmp_path / "script.py").write_text(PROCESSES)

@@ -39,6 +39,7 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", SCRIPT, *args], env={**os.environ, **options}, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 def test_misuse_is_reported() -> None:
     """A call with its right number of rows ends well; a row too many, and an index that overflows, are reported and end the process."""
     if (libraries := preload()) is None:

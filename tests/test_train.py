@@ -354,6 +354,7 @@ def test_progress_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert clock(59.6) == "1:00" and clock(3723) == "1:02:03"
 
 
+@pytest.mark.long
 def test_compiled_blocks(tmp_path: Path, shards: Path) -> None:
     """Compiled blocks compute the same losses to rounding, in one compiled program a mode."""
     start_run(nano_run(steps=4, eval_interval=4), tmp_path / "eager", shards)
