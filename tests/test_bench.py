@@ -136,7 +136,7 @@ def test_dtypes(cli: CommandLine) -> None:
 
 def test_load(cli: CommandLine, tmp_path: Path) -> None:
     """A folder at a published layout is made, loaded in a dtype and by torch's operators, measured and removed; one that exists stays."""
-    words = ("bench", "load", "--shape", "huginn-tiny", "--folder", tmp_path, "--dtype", "int8", "--plain", "bf16", "--tokens", 2)
+    words = ("bench", "load", "--shape", "huginn-tiny", "--folder", tmp_path, "--dtype", "int8", "--plain", "bf16", "fp32", "--tokens", 2)
     code, out, err = cli(*words)
     assert code == 0, err
     assert "ours, int8" in out and "torch, bf16" in out and "GB/s" in out and " 32 loops  last" in out and not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
+import twoscale
 from models import LAYOUTS, loud, small_model
 from twoscale import exits
 from twoscale.config import ModelConfig
@@ -297,6 +298,25 @@ def test_scheduling(policy: str) -> None:
     got = scheduled(MODELS["default"], policy)
     with step_by_step():
         assert got == scheduled(MODELS["default"], policy)
+
+
+def test_batches_exit_in_one_call() -> None:
+    """`generate` removes rows from the loop in the kernel: once all cache levels are there, a token of all rows is one call a group."""
+    model, rule = MODELS["one group"], exits.Acceleration(4.0)
+    calls, run = [], FusedLoop.run
+
+    def counted(self: FusedLoop, loop: Loop, *rest: Any) -> Any:
+        calls.append(len(loop))
+        return run(self, loop, *rest)
+
+    prompts = [[i + 1, 2 * i + 1, 7] for i in range(6)]
+    with mock.patch.object(FusedLoop, "run", counted):
+        gen = twoscale.generate(model, prompts, 12, exit=rule, loops=LOOPS)
+    steps = [[k for (k,) in row] for row in gen.steps]
+    assert any(len(set(column)) > 1 for column in zip(*steps, strict=True)), "rows exit at different steps"
+    alone = [twoscale.generate(model, [prompt], 12, exit=rule, loops=LOOPS) for prompt in prompts]
+    assert [one.tokens[0] for one in alone] == gen.tokens and [one.steps[0] for one in alone] == gen.steps
+    assert len(calls) <= len(steps[0]) + 3 * LOOPS, "each row may need a level for the first time at some of its steps"
 
 
 def test_threads() -> None:

@@ -50,6 +50,8 @@ class Lockstep(Policy):
     their own, so a request with many loop steps does not delay the others.
     """
 
+    steps_after_exit = WAIT_LIMIT_FLOOR
+
     def next_stage(self, batch: Batch) -> int:
         return batch.earliest_stage
 

@@ -114,6 +114,7 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@torch.no_grad()
 def fill_plain(content: Content, dtype: torch.dtype, device: torch.device) -> LoopedGPT:
     with torch.device("meta"):
         model = LoopedGPT(content.config, seed=None)

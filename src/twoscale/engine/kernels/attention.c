@@ -22,8 +22,10 @@ static inline __attribute__((always_inline)) void dots(int n, int D, const float
 /* score[p] becomes e^(score[p] - max); returns 1 / their sum, by which the caller multiplies. */
 static float softmax(int end, float *score) {
     float top = -INFINITY;
-    v8 sum = splat(0);
+    v8 tops = splat(top), sum = splat(0);
     int p = 0;
+    for (; p + 8 <= end; p += 8) { v8 s = load(score + p); tops = blend(s > tops, s, tops); } /* a NaN is left out, as below */
+    for (int j = 0; j < 8; j++) top = tops[j] > top ? tops[j] : top;
     for (; p < end; p++) top = score[p] > top ? score[p] : top;
     for (p = 0; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - splat(top)); store(score + p, e); sum += e; }
     float mass = horizontal_sum(sum);
