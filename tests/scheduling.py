@@ -37,7 +37,7 @@ def request_of(
 
 def alone(model: twoscale.LoopedGPT, request: Request, **settings: object) -> twoscale.engine.Generation:
     """What `generate` gives to a request's prompt alone."""
-    s, p = request.sampling, request.params
+    s, p = request.sampling, request.loop_params
     assert s.seed == p.seed  # `generate` has one seed for start states and draws
     rules = {g: rule for g, rule in enumerate(p.rules) if rule is not None}
     return twoscale.generate(

@@ -14,7 +14,7 @@ ROWS = 6
 
 def heavy_of(model: twoscale.LoopedGPT, texts: int = 8, loops: int = 16, new: int = 14, like: Request | None = None) -> list[Request]:
     """One request group: many long texts with many loops and no exits, or with the parameters of another one."""
-    request_group, changes = RequestGroup(), {} if like is None else {"params": like.params}
+    request_group, changes = RequestGroup(), {} if like is None else {"loop_params": like.loop_params}
     return [
         request_of(model, 100 + i, None, longest=12, new=new, loops=loops, temperature=0.0, request_group=request_group, **changes)
         for i in range(texts)
@@ -51,7 +51,7 @@ def test_light_beside_heavy(policy: str, same: bool) -> None:
     scheduler.add(light)
     serve_until_done(scheduler, light)
     overtaken = policy == "lockstep" and not same  # then the round in flight does not come first
-    in_flight = 0 if overtaken else ROWS * model.config.n_layer * max(heavy[0].params.loops)
+    in_flight = 0 if overtaken else ROWS * model.config.n_layer * max(heavy[0].loop_params.loops)
     one_pass = ROWS * model.config.n_layer
     assert heavy[0].request_group.virtual_time - before <= 1.5 * (light.request_group.virtual_time - now) + in_flight + one_pass + QUANTUM
     finish(scheduler)

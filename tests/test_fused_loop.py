@@ -19,8 +19,8 @@ from twoscale.config import ModelConfig
 from twoscale.engine import Engine, Loop, Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.kernels.library import c_library
-from twoscale.engine.kernels.native_rows import FusedLoop, NativeEvaluator
-from twoscale.engine.kernels.torch_ops import step_norms
+from twoscale.engine.kernels.native_rows import FusedLoop, NativeStatistic
+from twoscale.engine.kernels.torch_ops import update_norms
 from twoscale.engine.request import RequestGroup
 from twoscale.engine.rows import Rows, make_part
 from twoscale.exits.rule import Numbers
@@ -129,13 +129,13 @@ def test_statistics(rule: exits.Rule, vocab: int) -> None:
     condition = rule.condition(0)
     assert condition is not None
     head = torch.randn(32, vocab, generator=generator)
-    x, previous_step = torch.randn(n, 32, generator=generator), torch.full((n, 32), torch.nan)
-    evaluate, native = NativeEvaluator(condition, library), torch.tensor(torch.nan)
+    x, previous_update = torch.randn(n, 32, generator=generator), torch.full((n, 32), torch.nan)
+    evaluate, native = NativeStatistic(condition, library), torch.tensor(torch.nan)
     remembered: Tensor | None = torch.tensor(torch.nan)
     for k in range(1, 5):
         y = x + torch.randn(n, 32, generator=generator) / k
         tokens = Tokens(torch.full((n,), k))
-        norms = [norm.double() for norm in step_norms(x, y, previous_step)]
+        norms = [norm.double() for norm in update_norms(x, y, previous_update)]
         views = [exits.StepView(0, tokens, x, y, last, lambda states, _: states @ head, norms) for last in (native, remembered)]
         got, native = evaluate(views[0])
         wanted = torch.as_tensor(rule.measure(views[1])).double()

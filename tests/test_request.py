@@ -157,7 +157,7 @@ def test_seeds_share_calls() -> None:
     model = model_of()
     requests = [request_of(model, 7, temperature=0.0, new=6) for _ in range(6)]
     for seed, request in enumerate(requests):
-        request.params = dataclasses.replace(request.params, seed=seed)
+        request.loop_params = dataclasses.replace(request.loop_params, seed=seed)
         request.sampling = dataclasses.replace(request.sampling, seed=seed)
     scheduler = Scheduler(model)
     for request in requests:

@@ -67,7 +67,7 @@ class Recorder:
 
     def _append(self, request: Request):  # type: ignore[no-untyped-def]
         def append(token: int, logits: torch.Tensor, steps: tuple[int, ...]) -> None:
-            self.logits[request.batch_index].append(logits.clone())
+            self.logits[request.prompt_index].append(logits.clone())
             Request.append(request, token, logits, steps)
 
         return append
@@ -76,7 +76,7 @@ class Recorder:
 def decode(model: LoopedGPT, prompts: list[list[int]], sampling: SamplingParams, speculate: Speculation, policy: str = "lockstep", **loop):  # type: ignore[no-untyped-def]
     """Requests decoded together, with what was recorded of them."""
     params = loop_params(model, **loop)
-    requests = [Request(p, sampling, params, sample_index=i, batch_index=i, speculate=speculate) for i, p in enumerate(prompts)]
+    requests = [Request(p, sampling, params, sample_index=i, prompt_index=i, speculate=speculate) for i, p in enumerate(prompts)]
     return requests, Recorder(Scheduler(model, policy, max_num_seqs=3, isolate_errors=False), requests)
 
 
@@ -282,9 +282,9 @@ def test_auto_leaves_rows_to_others() -> None:
     """While another request is running, `auto` makes no guesses; alone it does."""
     model = model_of("prelude, loop, coda", 0)
     params, sampling = loop_params(model, loops=7), SamplingParams(max_new_tokens=30)
-    estimates_of(model, Request([1], sampling, params)).plain = 1.0
+    estimates_of(model, Request([1], sampling, params)).baseline_seconds = 1.0
     for n, guessed in ((2, False), (1, True)):
-        requests = [Request([1, 2, i + 1], sampling, params, batch_index=i, speculate=Auto()) for i in range(n)]
+        requests = [Request([1, 2, i + 1], sampling, params, prompt_index=i, speculate=Auto()) for i in range(n)]
         Recorder(Scheduler(model, isolate_errors=False), requests)
         assert all(bool(request.speculation_stats.drafted) == guessed for request in requests)
 

@@ -85,7 +85,7 @@ class Steps:
     def token(self, first: int = 0) -> None:
         """One more token for every sequence, counted from `first`: all stages, the head and the choice; then it is forgotten."""
         for b, cache in enumerate(self.caches, start=first):
-            cache.params = self.params[b % len(self.params)] if self.params else cache.params
+            cache.loop_params = self.params[b % len(self.params)] if self.params else cache.loop_params
         x, _ = self.engine.run([(b, cache, [b]) for b, cache in enumerate(self.caches, start=first)])
         self.engine.model.head(x).argmax(dim=-1).tolist()
         for cache in self.caches:
@@ -106,7 +106,7 @@ def filled(engine: Engine, context: int, params: LoopParams) -> Cache:
 def replaced(cache: Cache, params: LoopParams, kernels: Kernels) -> Cache:
     """The same memory for a request with other parameters, or a copy of it where other kernels want it elsewhere."""
     new = copy(cache)
-    new.params = params
+    new.loop_params = params
     new.layers = [layer if layer.kernels.name == kernels.name else layer.copy(kernels) for layer in cache.layers]
     return new
 

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     """The next tokens of one sequence."""
 
     batch_index: int
-    """Index of the sequence in the caller's batch."""
+    """Index of the sequence in the caller's batch, such as `Request.prompt_index`."""
     cache: Cache
     tokens: Sequence[int]
     request: Request | None
@@ -47,7 +47,7 @@ class Chunk:
     positions_and_tokens: Tensor
     """int64 (2, n)."""
     request: Request | None
-    steps: list[list[int]]
+    steps_by_group: list[list[int]]
     """[group][token]: loop steps taken."""
     loop_outputs: Tensor | None = None
     """(n, C): while some of the tokens are in a loop, the outputs of the others; None: no token has exited before the others."""
@@ -62,7 +62,7 @@ class Chunk:
 
     def steps_of_tokens(self) -> list[tuple[int, ...]]:
         """For each token, its loop steps in each group."""
-        return list(zip(*self.steps, strict=True)) if self.steps else [()] * self.part.count
+        return list(zip(*self.steps_by_group, strict=True)) if self.steps_by_group else [()] * self.part.count
 
 
 @dataclass(eq=False, slots=True)
@@ -75,8 +75,8 @@ class WaitingRows:
     """States (N, C)."""
     arrived_at_pass: int = 0
     """`Batch.stage_passes` when they arrived."""
-    loop_passes: int = 0
-    """Stage passes that they took in the loop before; 0 after plain layers."""
+    loop_steps: int = 0
+    """The most loop steps that one of them took in the loop before; 0 after plain layers."""
 
 
 class StepBudget(Protocol):
@@ -85,8 +85,8 @@ class StepBudget(Protocol):
     interrupt: Interrupt
     """When it is set, the loop step that is running is the last one."""
 
-    def max_steps(self, rows: Rows, layers: int) -> float:
-        """The maximum number of loop steps, at least 1 or infinite, for rows in a loop group of `layers` layers."""
+    def steps_allowed(self, rows: Rows, layers: int) -> float:
+        """How many loop steps may be taken, at least 1 or infinite, by rows in a loop group of `layers` layers."""
 
     def steps_after_exit(self) -> float:
         """How many steps the other rows may take when the first ones have exited, before the caller chooses a stage again."""
@@ -102,7 +102,8 @@ class Batch:
         self.engine = engine
         self.chunks: set[Chunk] = set()
         self.waiting: dict[int, list[WaitingRows]] = {}
-        self.loops: dict[int, Loop] = {}
+        self.loop_of_stage: dict[int, Loop] = {}
+        """The loops that have rows, by stage index."""
         self.stage_passes = 0
         self.rows_computed = 0
         """Rows of all stage passes together."""
@@ -119,8 +120,8 @@ class Batch:
         """Add the next tokens of several sequences. `start` gives the groups' initial states, one (N, C) each."""
         engine, groups = self.engine, self.engine.config.n_groups
         first_positions = [entry.cache.extend(len(entry.tokens)) for entry in entries]
-        starts = zip(first_positions, entries, strict=True)
-        positions = [p for first, entry in starts for p in range(first, first + len(entry.tokens))]
+        with_first = zip(first_positions, entries, strict=True)
+        positions = [p for first, entry in with_first for p in range(first, first + len(entry.tokens))]
         tokens = [token for entry in entries for token in entry.tokens]
         positions_and_tokens = torch.tensor([positions, tokens], dtype=torch.int64, device=engine.device)
         chunks, first_row = [], 0
@@ -162,7 +163,7 @@ class Batch:
 
     def occupancy(self) -> dict[int, int]:
         """The number of rows at each stage that has any, including those inside its loop."""
-        rows = {stage: len(loop) for stage, loop in self.loops.items()}
+        rows = {stage: len(loop) for stage, loop in self.loop_of_stage.items()}
         for stage, waiting in self.waiting.items():
             rows[stage] = rows.get(stage, 0) + sum(w.rows.n for w in waiting)
         return rows
@@ -170,7 +171,7 @@ class Batch:
     @property
     def earliest_stage(self) -> int:
         """The earliest stage that has rows."""
-        return min((*self.loops, *self.waiting))
+        return min((*self.loop_of_stage, *self.waiting))
 
     # -- stage passes --------------------------------------------------------------------------------------------
 
@@ -198,9 +199,9 @@ class Batch:
             budget.charge(rows, layers, steps)
 
     def _advance_loop(self, stage: int, waiting: list[WaitingRows], budget: StepBudget | None) -> None:
-        loop = self.loops.get(stage)
+        loop = self.loop_of_stage.get(stage)
         if loop is None:
-            loop = self.loops[stage] = Loop(self.engine, stage)
+            loop = self.loop_of_stage[stage] = Loop(self.engine, stage)
         if waiting:
             self._admit(loop, waiting)
         rows = loop.rows
@@ -208,7 +209,11 @@ class Batch:
         steps_left = steps_after_exit = math.inf
         interrupt = NO_INTERRUPT
         if budget is not None:
-            steps_left, steps_after_exit, interrupt = budget.max_steps(rows, len(loop.layers)), budget.steps_after_exit(), budget.interrupt
+            steps_left, steps_after_exit, interrupt = (
+                budget.steps_allowed(rows, len(loop.layers)),
+                budget.steps_after_exit(),
+                budget.interrupt,
+            )
         exited = None
         while exited is None:
             exited = self._advance_rows(loop, rows, steps_left, interrupt, steps_after_exit, budget)
@@ -219,7 +224,7 @@ class Batch:
             if steps_left < 1 or interrupt:
                 break
         if not len(loop):
-            del self.loops[stage]
+            del self.loop_of_stage[stage]
         if exited is not None:
             self._exit(stage, exited, loop.steps_since_exit)
 
@@ -253,13 +258,13 @@ class Batch:
         """Rows have exited a loop. The tokens of a sequence continue together, when the last of them has exited."""
         group: int = self.engine.stages[stage].index  # type: ignore[assignment]
         rows, parts = exited.rows, exited.rows.parts
-        loop_passes = max(part.loop_step for part in parts)
+        loop_steps = max(part.loop_step for part in parts)
         if all(part.chunk.part is part for part in parts):  # no part is a subset: all tokens of each chunk have exited together
             chunks: list[Chunk] = [part.chunk for part in parts]
             for chunk, part in zip(chunks, parts, strict=True):
-                chunk.steps[group] = [part.loop_step] * part.count
+                chunk.steps_by_group[group] = [part.loop_step] * part.count
                 chunk.n_in_loop = 0
-            self._arrive(stage + 1, WaitingRows(chunks, rows, exited.x, loop_passes=loop_passes), passes_ago)
+            self._arrive(stage + 1, WaitingRows(chunks, rows, exited.x, loop_steps=loop_steps), passes_ago)
             return
         complete, outputs, first = [], [], 0
         for part in parts:
@@ -270,7 +275,7 @@ class Batch:
                 chunk.loop_outputs = exited.x.new_empty(chunk.part.count, exited.x.shape[1])
             chunk.loop_outputs[token_indices] = exited.x[row_range]
             for i in token_indices.tolist():
-                chunk.steps[group][i] = part.loop_step
+                chunk.steps_by_group[group][i] = part.loop_step
             chunk.n_in_loop -= part.count
             if not chunk.n_in_loop:
                 complete.append(chunk)
@@ -278,7 +283,7 @@ class Batch:
                 chunk.loop_outputs = None
         if not complete:
             return
-        self._arrive(stage + 1, WaitingRows(complete, self._rows_of(complete), torch.cat(outputs), loop_passes=loop_passes), passes_ago)
+        self._arrive(stage + 1, WaitingRows(complete, self._rows_of(complete), torch.cat(outputs), loop_steps=loop_steps), passes_ago)
 
     def _rows_of(self, chunks: list[Chunk]) -> Rows:
         """All rows of several chunks."""
@@ -297,11 +302,11 @@ class Batch:
             self.waiting[stage] = [w if chunk not in w.chunks else self._without(w, chunk) for w in waiting if w.chunks != [chunk]]
             if not self.waiting[stage]:
                 del self.waiting[stage]
-        for stage, loop in list(self.loops.items()):
+        for stage, loop in list(self.loop_of_stage.items()):
             if loop.rows is not None:
                 loop.drop([part.chunk is chunk for part in loop.rows.parts for _ in range(part.count)])
             if not len(loop):
-                del self.loops[stage]
+                del self.loop_of_stage[stage]
         self._remove(chunk)
 
     def _remove(self, chunk: Chunk) -> None:
@@ -312,14 +317,14 @@ class Batch:
         kept = [chunk for chunk in waiting.chunks if chunk is not dropped]
         states = dict(zip(waiting.chunks, _split(waiting), strict=True))
         return WaitingRows(
-            kept, self._rows_of(kept), torch.cat([states[chunk] for chunk in kept]), waiting.arrived_at_pass, waiting.loop_passes
+            kept, self._rows_of(kept), torch.cat([states[chunk] for chunk in kept]), waiting.arrived_at_pass, waiting.loop_steps
         )
 
     def split(self, stage: int) -> "Batch":
         """Move the rows at a stage to a new batch and return it."""
         new = Batch(self.engine)
-        if stage in self.loops:
-            loop = new.loops[stage] = self.loops.pop(stage)
+        if stage in self.loop_of_stage:
+            loop = new.loop_of_stage[stage] = self.loop_of_stage.pop(stage)
             assert loop.rows is not None
             new.chunks.update(part.chunk for part in loop.rows.parts)
         if stage in self.waiting:

@@ -24,7 +24,7 @@ class SchedulerStepBudget:
         """Whether all request groups have passed `until_virtual_time`."""
         return self.until_virtual_time < math.inf and min(g.virtual_time for g in self.request_groups) > self.until_virtual_time
 
-    def max_steps(self, rows: Rows, layers: int) -> float:
+    def steps_allowed(self, rows: Rows, layers: int) -> float:
         """Steps until the batch is split or all request groups have passed `until_virtual_time`."""
         if not self.policy.loop_until_exit:
             return 1

@@ -1,16 +1,16 @@
 """Keys and values of one sequence, for every layer and loop step.
 
-Token t at loop step k attends to token j at step min(k, k_j), where k_j is the last step that j took. Keys and values are stored by
-(layer, level, position). A token at step k writes and reads one level, so reading is one slice. A level is added when the first token
-reaches it, as a copy of the level before.
+Keys and values are stored by (layer, level, position). A token at step k writes and reads one level, so reading is one slice. A level is
+added when the first token reaches it, as a copy of the level before. With kv="exact" token t at loop step k attends to token j at step
+min(k, k_j), where k_j is the last step that j took.
 
     kv="exact"   step k uses level k - 1: a level for every loop step that was ever taken
     kv="last"    every step uses level 0: each token's newest key and value, as much memory as a plain GPT's
     kv="ring:n"  step k uses level (k - 1) mod n
 
 When a token exits after step k_j, its last key and value are copied to all deeper levels. In a ring this happens if k_j < n. A token that
-exits later has written all n levels and nothing is copied: they hold the keys and values of its last n steps, and a token at step k attends
-to those of the newest of these steps that uses the same level.
+exits later has written all n levels and nothing is copied: they hold the keys and values of its last n steps, one in each level; a token at
+step k attends to the one in level (k - 1) mod n, which may be a later step than k.
 
 Shapes: L level, J key/value heads, T position, D head width.
 """
@@ -65,7 +65,7 @@ class LayerCache:
     def __init__(self, layer: int, shape: tuple[int, int, int], levels: int, like: Tensor, kernels: Kernels) -> None:
         self.layer, self.shape, self.max_levels, self.kernels = layer, shape, levels, kernels  # (J, T, D)
         self.slot: object | None = None
-        """Reference to the memory of keys and values, for kernels that allocate it in common tensors (see `slots`)."""
+        """One sequence's memory in one layer, for kernels that allocate it in common tensors (see `slots`); it must stay referenced."""
         self.keys = self.values = like.new_empty(0)  # (L, J, T, D)
         self.addresses, self.level_bytes = (0, 0), 0
         self._new_kv_pointers(0)
@@ -176,7 +176,7 @@ class Cache:
         self, config: ModelConfig, capacity: int, params: "LoopParams", like: Tensor | None = None, kernels: Kernels | None = None
     ) -> None:
         """`like` gives dtype and device of keys and values; default: fp32 on the CPU."""
-        self.capacity, self.length, self.params = capacity, 0, params
+        self.capacity, self.length, self.loop_params = capacity, 0, params
         like = torch.empty(0, dtype=torch.float32, device="cpu") if like is None else like
         shape, kernels = (config.kv_heads, capacity, config.head_dim), kernels or TorchKernels()
         self.layers = [LayerCache(i, shape, n, like, kernels) for i, n in enumerate(levels_of(config, params))]
@@ -210,7 +210,7 @@ class Cache:
     def view(self, params: "LoopParams") -> "Cache":
         """The same keys and values for passes with other loop parameters; the length of the view is its own."""
         new = copy(self)
-        new.params = params
+        new.loop_params = params
         return new
 
     def copy(self) -> "Cache":

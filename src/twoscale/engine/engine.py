@@ -25,7 +25,7 @@ from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.layers import Rope, rope_table
 from twoscale.model.start import start_state
 
-SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's index in the batch, its cache, and its next tokens
+SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's index in the caller's batch, its cache, and its next tokens
 
 MAX_TABLE_SIZE = 1 << 24  # entries; if start states or rotary angles of all positions need more, they are computed for each token instead
 MAX_TABLES = 4  # tables that are cached: of start states, for as many seeds of a model; of rotary angles, for as many model shapes
@@ -53,7 +53,7 @@ class Engine:
         self.stages = list(self.model.stages)
         """The modules: runs of plain layers, and loop groups."""
         self.first_layers = [0]
-        """Index of the first layer of each stage."""
+        """Index of the first layer of each stage; one more entry at the end, the number of layers."""
         for layers, _ in self.config.stages:
             self.first_layers.append(self.first_layers[-1] + len(layers))
         self._embedding = self.kernels.embedding(self.model)
@@ -96,14 +96,14 @@ class Engine:
 
     def start_states(self, group: int, e: Tensor, rows: Rows) -> Tensor:
         """Initial states x^(0) of rows that enter a group with the input e (N, C)."""
-        seeds = {part.cache.params.seed for part in rows.parts}
+        seeds = {part.cache.loop_params.seed for part in rows.parts}
         if len(seeds) == 1:
             return self._start_states(group, e, rows, seeds.pop())
         each, first = [], 0
         for part in rows.parts:
             row_range = slice(first, first + part.count)
             own_rows = Rows([part], rows.positions_and_tokens[:, row_range], rows.kernels)
-            each.append(self._start_states(group, e[row_range], own_rows, part.cache.params.seed))
+            each.append(self._start_states(group, e[row_range], own_rows, part.cache.loop_params.seed))
             first += part.count
         return torch.cat(each)
 
@@ -129,7 +129,7 @@ class Engine:
         """
         from twoscale.engine.batch import Batch, Entry
 
-        if any(cache.params.token_by_token and len(new) > 1 for _, cache, new in inputs):
+        if any(cache.loop_params.token_by_token and len(new) > 1 for _, cache, new in inputs):
             return self._run_token_by_token(inputs, start, stage_states)
         batch = Batch(self)
         entries = [Entry(batch_index, cache, new, None) for batch_index, cache, new in inputs]

@@ -1,16 +1,18 @@
 """Fair scheduling between request groups, by virtual time (as in start-time fair queuing, or the virtual token counter of VTC).
 
-A request group is all sequences of one HTTP request. Its virtual time is the service that it has received: layer applications to one row.
-The group with the smallest virtual time goes first. The choice is made anew between two stage passes, so a group with many long sequences
-slows the others down no more than its share. A new group starts at the current virtual time, so the past does not count.
+A request group is requests that were submitted together, such as all sequences of one HTTP request. Its virtual time is the service that it
+has received: layer applications to one row. The group with the smallest virtual time goes first. The choice is
+made anew between two stage passes, so a group with many long sequences slows the others down no more than its share. A new group starts at
+the current virtual time, so the past does not count.
 
-Limits of one request group while there are others:
+Limits of one request group:
 
-    sequences in a batch   of those that enter it at a time, at most as many as all others together, and at least one; none while it has
-                           several sequences and is ahead of the others. Sequences that the batch has already are not counted
-    running sequences      half of max_num_seqs. A new group is admitted even beyond max_num_seqs, as long as there are fewer groups than
-                           that; sequences that do not fit a batch then wait
-    cache bytes            half of what the others leave free; without others three quarters, so that a new group can start
+    sequences in a batch   Of the sequences added to a batch at one time, a group gets at most as many as all other groups together (at
+                           least one). It gets none if it has several sequences and is ahead of another group by more than QUANTUM.
+    running sequences      While other groups run or wait: half of max_num_seqs. A new group is admitted even beyond max_num_seqs, as long
+                           as there are fewer groups than that; sequences that do not fit a batch then wait.
+    cache bytes            Half of what the other groups leave free; three quarters if no other group runs or waits, so that a new group can
+                           start. The first sequence of a group may use all that is free.
 """
 
 from collections import Counter

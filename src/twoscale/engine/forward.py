@@ -92,7 +92,7 @@ def _with_exits(
     """The pass with exits, by the engine: logits (B, T, V) and steps (B, T, G)."""
     engine, params = Engine(model), loop_params(model, loops=loops, exit=exit, seed=seed)
     if not params.token_by_token:
-        # All tokens of a sequence are at the same loop step, so only the newest keys and values are read.
+        # The tokens of a sequence that are still inside the loop are at the same step, so only the newest keys and values are read.
         params = replace(params, kv="last")
     elif max(lengths) >= MIN_WARNED_PASSES:
         warnings.warn(

@@ -82,7 +82,7 @@ def generate(
     """Continue every prompt by at most `max_new_tokens` tokens.
 
     `exit` and `loops` are as in `forward`; `kv` says which keys and values are cached (`exact`, `last`, `ring:n`). Generation of a sequence
-    stops at any token or string of `stop`. `callback(batch_index, token, steps)` is called for every new token. `seed` is the seed of the
+    stops at any token or string of `stop`. `callback(prompt_index, token, steps)` is called for every new token. `seed` is the seed of the
     start states and of the sampling; equal prompts in one batch draw different tokens. With a `tokenizer` prompts and stops may be strings.
     `speculate` (`off`, `auto`, `wavefront`, `draft:m`, `lookup:n`) guesses tokens ahead; tokens, steps and logits are the same to the bit.
     """
@@ -180,7 +180,7 @@ def track_tokens(request: Request, tokenizer: Tokenizer | None, callback: Callba
             if text is not None:
                 text.add(token)
             if callback is not None:
-                callback(request.batch_index, token, steps)
+                callback(request.prompt_index, token, steps)
         if text is not None and request.finish_reason:
             text.finish()
         if text is not None and text.stopped:

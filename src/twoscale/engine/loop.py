@@ -79,7 +79,8 @@ class Loop:
         self.fused_is_chosen = False
         """Whether the kernels have decided on `fused`."""
         self._attention_of_layer: AttentionOfLayer | None = None
-        self.max_steps = [part.cache.params.loops[self.group.index] for part in rows.parts]
+        self.last_steps = [part.cache.loop_params.loops[self.group.index] for part in rows.parts]
+        """For each part the loop step after which its rows exit in any case."""
         self.allocated_steps = [self._allocated(part) for part in rows.parts]
         """For each part the loop step up to which the levels of its cache are allocated."""
 
@@ -112,7 +113,7 @@ class Loop:
         self.steps_taken = self.steps_since_exit = 0
         if self.needs_levels() and not self._allocate_levels(rows):
             return None
-        limit = min(max_steps, max(self.max_steps))
+        limit = min(max_steps, max(self.last_steps))
         before = sum(part.loop_step * part.count for part in rows.parts)
         steps = self.stage_kernels.iterate(self, int(limit), interrupt, int(min(steps_after_exit, limit)))
         self.steps_taken, self.x = steps.taken, steps.after
@@ -129,7 +130,7 @@ class Loop:
         rows, before = self.rows, self.x
         assert rows is not None
         at_limit = False
-        for part, limit in zip(rows.parts, self.max_steps, strict=True):
+        for part, limit in zip(rows.parts, self.last_steps, strict=True):
             part.loop_step += 1
             at_limit = at_limit or part.loop_step >= limit
         x = before if self.engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
@@ -142,7 +143,7 @@ class Loop:
         if rows.n == 1:
             return LoopSteps(1, before, after, bool(exits or at_limit), bool(return_previous))
         if at_limit:
-            ended = [part.loop_step >= limit for part, limit in zip(rows.parts, self.max_steps, strict=True) for _ in range(part.count)]
+            ended = [part.loop_step >= limit for part, limit in zip(rows.parts, self.last_steps, strict=True) for _ in range(part.count)]
             exits = torch.tensor(ended, device=after.device) | exits
         return LoopSteps(1, before, after, exits, return_previous)
 
@@ -199,7 +200,7 @@ class Loop:
         """The noise of this step for every row (noise="every_step"), (N, C)."""
         width, each, first = self.engine.config.n_embd, [], 0
         for part in rows.parts:
-            noise = self.engine.noise(part.cache.params.seed)
+            noise = self.engine.noise(part.cache.loop_params.seed)
             each.append(noise(self.group.index, rows.positions[first : first + part.count], width, part.loop_step))
             first += part.count
         return torch.cat(each)

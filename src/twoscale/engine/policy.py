@@ -18,8 +18,8 @@ from twoscale.engine.engine import Engine
 from twoscale.engine.request import loop_params
 from twoscale.model import LoopedGPT
 
-# Rows that have exited a loop wait for the rest of their batch for at most max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR x own loop passes) stage
-# passes, where the own loop passes are those that the rows took in the loop.
+# Rows that have exited a loop wait for the rest of their batch for at most max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR x own loop steps) stage
+# passes, where the own loop steps are those that the rows took in the loop.
 WAIT_LIMIT_FLOOR = 16
 WAIT_LIMIT_FACTOR = 2.0
 
@@ -46,7 +46,7 @@ class Policy:
 class Lockstep(Policy):
     """The rows of a batch go through the stages together. Rows that have exited a loop wait for the others, up to a limit.
 
-    The limit is max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR x own loop passes). Then the rows that are still in the loop become a batch of
+    The limit is max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR x own loop steps). Then the rows that are still in the loop become a batch of
     their own, so a request with many loop steps does not delay the others.
     """
 
@@ -60,7 +60,7 @@ class Lockstep(Policy):
             return math.inf
         earliest = batch.earliest_stage
         later = [w for stage, waiting in batch.waiting.items() if stage > earliest for w in waiting]
-        return min((w.arrived_at_pass + max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR * w.loop_passes) for w in later), default=math.inf)
+        return min((w.arrived_at_pass + max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR * w.loop_steps) for w in later), default=math.inf)
 
 
 class Depth(Policy):

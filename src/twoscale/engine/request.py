@@ -101,11 +101,11 @@ def loop_params(
     """Validated parameters for a model. exit="auto" uses the rules of the model's calibration, and its loops unless they are given."""
     config = model.config
     if isinstance(exit, str) and exit == "auto":
-        if model.calibration is None:
+        if model.exit_calibration is None:
             hint = "run `twoscale calibrate RUN`, then twoscale.load(RUN)"
             raise UserError(f'this model was not calibrated, so exit="auto" has no rule: {hint}')
-        exit, calibrated = model.calibration()
-        loops = calibrated if loops is None else loops
+        exit, calibrated_loops = model.exit_calibration()
+        loops = calibrated_loops if loops is None else loops
     rules = rules_per_group(exit, config.n_groups)
     if any(isinstance(rule, Gate) for rule in rules) and not config.exit_gate:
         raise UserError("exits.Gate needs a model with a learned gate (exit_gate), and this one has none")
@@ -119,7 +119,7 @@ def loop_params(
 class SamplingKey:
     """What the sampling of one token depends on besides its logits: the parameters and the random key."""
 
-    params: SamplingParams
+    sampling: SamplingParams
     sample_index: int = 0
     """See `Request.sample_index`."""
     token_index: int = 0
@@ -128,7 +128,7 @@ class SamplingKey:
     @property
     def uniform(self) -> float:
         """A uniform number in (0, 1) with 53 random bits, a function of (seed, sample_index, token_index)."""
-        return ((fold(self.params.seed, self.sample_index, self.token_index) >> 11) + 0.5) * 2.0**-53
+        return ((fold(self.sampling.seed, self.sample_index, self.token_index) >> 11) + 0.5) * 2.0**-53
 
 
 @dataclass(eq=False)
@@ -145,13 +145,14 @@ class Request(OneLine):
 
     prompt: list[int]
     sampling: SamplingParams
-    params: LoopParams
+    loop_params: LoopParams
     sample_index: int = 0
     """Part of the random key: requests with the same prompt and seed but another index draw other tokens."""
-    batch_index: int = 0
-    """Index in the caller's batch, for exit rules that depend on it (`RandomExit`, `Oracle`)."""
+    prompt_index: int = 0
+    """Index among the caller's prompts, for exit rules that depend on it (`RandomExit`, `Oracle`)."""
     on_token: Callable[["Request"], Any] | None = None
-    """Called in the scheduler's thread after every new token and at the end. It may stop the request by setting `finish_reason`."""
+    """Called after every new token and at the end; it may stop the request by setting `finish_reason`. It is called in the
+    scheduler's thread, or in the submitting thread if the scheduler's has ended."""
     request_group: RequestGroup = field(default_factory=RequestGroup)
     """The requests that it was submitted with."""
     speculate: Speculation = OFF
@@ -196,9 +197,9 @@ class Request(OneLine):
         """
         if not self.in_prefill:
             return self.tokens[-1:]
-        if self.params.token_by_token:
+        if self.loop_params.token_by_token:
             return self.prompt[self.n_computed : self.n_computed + 1]
-        return self.prompt[self.n_computed : (self.n_computed // chunk_size + 1) * chunk_size if self.params.kv == "exact" else None]
+        return self.prompt[self.n_computed : (self.n_computed // chunk_size + 1) * chunk_size if self.loop_params.kv == "exact" else None]
 
     def sampling_key(self, ahead: int = 0) -> SamplingKey:
         """Sampling parameters and random key of its next token, or of the one `ahead` places later."""

@@ -1,8 +1,9 @@
 """The exit rules of the rows inside one loop group. Rows of different requests may have different rules.
 
-The step of a row is the vector D = after - before of its states. "Step norms" are five norms of the step, the previous step and the states
-(see `exits.rule.StepNormsFunction`); they are computed for all rows in one call. Rows with the same rule share one RuleState. If all rows
-have the same rule, no rows are gathered; with several rules a rule's rows are gathered only if it reads their states.
+The update of a row is the vector D = after - before of its states at a loop step. "Update norms" are five norms of the update, the previous
+update and the states (see `exits.rule.UpdateNormsFunction`); they are computed for all rows in one call. Rows with the same rule share one
+RuleState. If all rows have the same rule, no rows are gathered; with several rules a rule's rows are gathered only if it reads their
+states.
 """
 
 import math
@@ -15,18 +16,18 @@ from torch import Tensor
 from twoscale.engine.kernels import Kernels
 from twoscale.engine.rows import Part, Rows
 from twoscale.exits import Rule, RuleState
-from twoscale.exits.rule import Numbers, StepNormsFunction
+from twoscale.exits.rule import Numbers, UpdateNormsFunction
 from twoscale.exits.statistics import Condition
 
 Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), "lens" | "coda" | "gate") -> logits or probabilities: `Loop._read`
 
 
-class PreviousSteps:
-    """The previous step D of every row, for rules that compare steps (`Rule.follows_steps`)."""
+class PreviousUpdates:
+    """The previous update D of every row, for rules that compare updates (`Rule.follows_steps`)."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
-        self._step_norms: StepNormsFunction | None = None
+        self._update_norms: UpdateNormsFunction | None = None
         self.vectors: Tensor | None = None
         """(N, C); NaN for rows that have taken no step yet; None before the first step of the loop."""
 
@@ -36,11 +37,11 @@ class PreviousSteps:
             self.vectors = torch.full_like(states, math.nan, dtype=torch.float32)
         return self.vectors
 
-    def step_norms(self, before: Tensor, after: Tensor) -> Sequence[Numbers]:
-        """The five norms of the step from `before` to `after` (N, C), as `exits.rule.StepNormsFunction` returns them."""
-        if self._step_norms is None:
-            self._step_norms = self.kernels.step_norms_function()
-        return self._step_norms(before, after, self.vectors_like(before))
+    def update_norms(self, before: Tensor, after: Tensor) -> Sequence[Numbers]:
+        """The five norms of the update from `before` to `after` (N, C), as `exits.rule.UpdateNormsFunction` returns them."""
+        if self._update_norms is None:
+            self._update_norms = self.kernels.update_norms_function()
+        return self._update_norms(before, after, self.vectors_like(before))
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices."""
@@ -52,7 +53,7 @@ class PreviousSteps:
             self.vectors = torch.cat((self.vectors, self.vectors.new_full((new, self.vectors.shape[1]), math.nan)))
 
 
-class RuleTokens:
+class RuleRowView:
     """Loop steps, batch indices, positions and tokens of the rows of one rule, gathered lazily. Implements `exits.rule.Tokens`."""
 
     same_k: None = None
@@ -80,18 +81,18 @@ class RuleTokens:
 
 
 class RowsOfRule:
-    """The rows that have the same rule, and the state of this rule."""
+    """The rows that have the same rule, and its RuleState (None without a rule)."""
 
     def __init__(self, rule: Rule | None, row_indices: list[int], condition: Condition | None, kernels: Kernels) -> None:
         self.rule, self.row_indices, self.condition = rule, row_indices, condition  # ascending
-        self.state = None if rule is None else RuleState(rule, None if condition is None else kernels.evaluator(condition))
-        self.tokens: RuleTokens | None = None
+        self.rule_state = None if rule is None else RuleState(rule, None if condition is None else kernels.statistic_function(condition))
+        self.row_view: RuleRowView | None = None
         """The view of these rows that the rule gets; None after a change of the rows."""
 
     def admit(self, new: list[int]) -> None:
         """Add the rows with these indices."""
-        if self.state is not None:
-            self.state.admit(len(self.row_indices), len(new))
+        if self.rule_state is not None:
+            self.rule_state.admit(len(self.row_indices), len(new))
         self.row_indices += new
 
 
@@ -102,31 +103,31 @@ class LoopExitRules:
         """Parts whose rule has raised are appended to `failures`."""
         self.group, self.width, self.kernels, self.failures = group, width, kernels, failures
         self.by_rule: list[RowsOfRule] = []
-        self.previous_steps: PreviousSteps | None = None
+        self.previous_updates: PreviousUpdates | None = None
         """None until a rule needs them."""
         self.n = 0
 
     def admit(self, rows: Rows) -> None:
         """Add rows."""
-        if self.previous_steps is not None:
-            self.previous_steps.admit(rows.n)
+        if self.previous_updates is not None:
+            self.previous_updates.admit(rows.n)
         by_rule: list[tuple[Rule | None, list[int]]] = []
         for part in rows.parts:
-            rule = part.cache.params.rules[self.group]
+            rule = part.cache.loop_params.rules[self.group]
             new = next((indices for own, indices in by_rule if _same(own, rule)), None)
             if new is None:
                 by_rule.append((rule, new := []))
             new += range(self.n, self.n + part.count)
             self.n += part.count
         for rule, new in by_rule:
-            if self.previous_steps is None and rule is not None and rule.follows_steps:
-                self.previous_steps = PreviousSteps(self.kernels)
+            if self.previous_updates is None and rule is not None and rule.follows_steps:
+                self.previous_updates = PreviousUpdates(self.kernels)
             same_rule = next((entry for entry in self.by_rule if _same(entry.rule, rule)), None)
             if same_rule is None:
                 self.by_rule.append(RowsOfRule(rule, new, self._condition(rule), self.kernels))
             else:
                 same_rule.admit(new)
-        self._clear_tokens()
+        self._clear_views()
 
     def _condition(self, rule: Rule | None) -> Condition | None:
         """The condition of a rule, if it has one for states of this width."""
@@ -135,27 +136,27 @@ class LoopExitRules:
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices (ascending int64)."""
-        if self.previous_steps is not None:
-            self.previous_steps.select_rows(index)
+        if self.previous_updates is not None:
+            self.previous_updates.select_rows(index)
         if len(self.by_rule) == 1:
-            if (state := self.by_rule[0].state) is not None:
-                state.take(index)
+            if (rule_state := self.by_rule[0].rule_state) is not None:
+                rule_state.take(index)
             self.n = len(index)
             self.by_rule[0].row_indices = list(range(self.n))
             return
         new_index = {old: new for new, old in enumerate(index.tolist())}
         for entry in self.by_rule:
             kept = [i for i, row in enumerate(entry.row_indices) if row in new_index]
-            if entry.state is not None and len(kept) < len(entry.row_indices):
-                entry.state.take(torch.tensor(kept, dtype=torch.int64, device=index.device))
+            if entry.rule_state is not None and len(kept) < len(entry.row_indices):
+                entry.rule_state.take(torch.tensor(kept, dtype=torch.int64, device=index.device))
             entry.row_indices = [new_index[entry.row_indices[i]] for i in kept]
         self.by_rule = [entry for entry in self.by_rule if entry.row_indices]
         self.n = len(new_index)
-        self._clear_tokens()
+        self._clear_views()
 
-    def _clear_tokens(self) -> None:
+    def _clear_views(self) -> None:
         for entry in self.by_rule:
-            entry.tokens = None
+            entry.row_view = None
 
     def conditions(self) -> list[tuple[Rule | None, Condition | None]] | None:
         """The rules and their conditions, in the order of `by_rule`; (None, None) is "no rule". None if a rule has no condition."""
@@ -168,34 +169,39 @@ class LoopExitRules:
             return None
         streaks = [0] * self.n
         for entry in self.by_rule:
-            if entry.state is not None:
-                for row, streak in zip(entry.row_indices, entry.state.streaks(len(entry.row_indices)), strict=True):
+            if entry.rule_state is not None:
+                for row, streak in zip(entry.row_indices, entry.rule_state.streaks(len(entry.row_indices)), strict=True):
                     streaks[row] = streak
         return streaks
 
     def set_streaks(self, streaks: Sequence[int]) -> None:
         for entry in self.by_rule:
-            if entry.state is not None and entry.state.rule.hits > 1:
-                entry.state.set_streaks([streaks[row] for row in entry.row_indices])
+            if entry.rule_state is not None and entry.rule_state.rule.hits > 1:
+                entry.rule_state.set_streaks([streaks[row] for row in entry.row_indices])
 
     def update(self, rows: Rows, before: Tensor, after: Tensor, read: Read) -> tuple[Tensor | bool, Tensor | bool]:
         """Which rows exit after the step from `before` to `after` (N, C), and which of them return the state before the step.
 
         Both are bools (N,), or one bool for all.
         """
-        norms = None if self.previous_steps is None else self.previous_steps.step_norms(before, after)
+        norms = None if self.previous_updates is None else self.previous_updates.update_norms(before, after)
         if len(self.by_rule) == 1:
-            state = self.by_rule[0].state
-            if state is None:
+            rule_state = self.by_rule[0].rule_state
+            if rule_state is None:
                 return False, False
             try:
-                fired = state.update(
-                    self.group, rows, before, after, lambda x, readout: read(rows, x, readout), norms if state.rule.follows_steps else None
+                fired = rule_state.update(
+                    self.group,
+                    rows,
+                    before,
+                    after,
+                    lambda x, readout: read(rows, x, readout),
+                    norms if rule_state.rule.follows_steps else None,
                 )
             except Exception as error:  # only the rows of this rule fail
                 self.failures.append((rows.parts, error))
                 fired = False
-            return fired, fired if state.rule.keep == "previous" else False
+            return fired, fired if rule_state.rule.keep == "previous" else False
         return self._update_by_rule(rows, before, after, read, norms)
 
     def _update_by_rule(
@@ -207,31 +213,31 @@ class LoopExitRules:
         k = rows.k
         all_norms = None if norms is None else torch.stack([torch.as_tensor(norm) for norm in norms])
         for entry in self.by_rule:
-            if (state := entry.state) is None:
+            if (rule_state := entry.rule_state) is None:
                 continue
-            if entry.tokens is None or entry.tokens.rows is not rows:
-                entry.tokens = RuleTokens(rows, torch.tensor(entry.row_indices, dtype=torch.int64, device=after.device))
-            tokens, index = entry.tokens, entry.tokens.index
-            tokens.all_k = k
-            own_norms = None if all_norms is None or not state.rule.follows_steps else all_norms.index_select(1, index).unbind()
+            if entry.row_view is None or entry.row_view.rows is not rows:
+                entry.row_view = RuleRowView(rows, torch.tensor(entry.row_indices, dtype=torch.int64, device=after.device))
+            row_view, index = entry.row_view, entry.row_view.index
+            row_view.all_k = k
+            own_norms = None if all_norms is None or not rule_state.rule.follows_steps else all_norms.index_select(1, index).unbind()
 
             def own_read(x: Tensor, readout: str, index: Tensor = index) -> Tensor:
                 return read(rows.select(index), x, readout)
 
             try:
-                fired = state.update(self.group, tokens, before, after, own_read, own_norms, index)
+                fired = rule_state.update(self.group, row_view, before, after, own_read, own_norms, index)
             except Exception as error:
                 self.failures.append((rows.select(index).parts, error))
                 continue
             exits[index] = torch.as_tensor(fired, device=after.device)
-            if state.rule.keep == "previous":
+            if rule_state.rule.keep == "previous":
                 return_previous = torch.zeros_like(exits) if isinstance(return_previous, bool) else return_previous
                 return_previous[index] = exits[index]
         return exits, return_previous
 
 
 def _same(a: Rule | None, b: Rule | None) -> bool:
-    """Whether two rules are equal and can share a state; rules that cannot be compared are different."""
+    """Whether two rules are equal and can share a RuleState; rules that cannot be compared are different."""
     if a is b:
         return True
     try:

@@ -29,7 +29,7 @@ class Part:
     """
 
     batch_index: int
-    """Index of the sequence in the caller's batch."""
+    """Index of the sequence in the caller's batch, for exit rules that depend on it."""
     cache: Cache
     positions: Positions
     """Positions of the rows in the sequence."""
@@ -47,9 +47,9 @@ class Part:
 
     @property
     def cache_step(self) -> int:
-        """The step by which attention chooses the level of the cache.
+        """Attention uses level (cache_step - 1) mod max_levels.
 
-        At least 1: `loop_step` is 0 before the first group. In the plain layers after a group it is that group's; they have one level.
+        Plain layers have one level, so any value from 1 on will do; only the 0 before the first group must be avoided.
         """
         return self.loop_step or 1
 

@@ -41,12 +41,12 @@ def sample(logits: Tensor, keys: Sequence[SamplingKey]) -> Sampled:
 def _sample_native(library: Library, logits: Tensor, keys: Sequence[SamplingKey]) -> Sampled:
     """One call of sample.c for all rows."""
     n, V = logits.shape
-    logits, params = logits.to(torch.float32).contiguous(), [key.params for key in keys]
+    logits, params = logits.to(torch.float32).contiguous(), [key.sampling for key in keys]
     # A temperature below 1e-30 has no fp32 inverse; it gives the most likely token anyway.
     temperature = (ctypes.c_float * n)(*[max(p.temperature, 1e-30) if p.temperature else 0.0 for p in params])
     top_k = (ctypes.c_int32 * n)(*[min(p.top_k or 0, V) for p in params])
     top_p = (ctypes.c_double * n)(*[1.0 if p.top_p is None else p.top_p for p in params])
-    u = (ctypes.c_double * n)(*[key.uniform if key.params.temperature else 0.5 for key in keys])
+    u = (ctypes.c_double * n)(*[key.uniform if key.sampling.temperature else 0.5 for key in keys])
     tokens, finite = (ctypes.c_int64 * n)(), (ctypes.c_int32 * n)()
     threads = min(n, threads_to_use())
     size = threads * (4 * V + 2 * -(-V // 64))
@@ -59,7 +59,7 @@ def _sample_torch(logits: Tensor, keys: Sequence[SamplingKey]) -> Sampled:
     """The same with torch's operators in fp64: for GPUs, and the reference for the kernel."""
     finite = logits.isfinite().all(dim=1)
     tokens = logits.argmax(dim=1)
-    sampled_rows = [i for i, key in enumerate(keys) if key.params.temperature and key.params.top_k != 1]
+    sampled_rows = [i for i, key in enumerate(keys) if key.sampling.temperature and key.sampling.top_k != 1]
     if sampled_rows:
         rows = torch.tensor(sampled_rows, device=logits.device)
         tokens[rows] = _draw([keys[i] for i in sampled_rows], logits[rows].double().nan_to_num_())
@@ -73,10 +73,10 @@ def _draw(keys: Sequence[SamplingKey], logits: Tensor) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     V = logits.shape[1]
-    z = (logits - logits.amax(dim=1, keepdim=True)) / column([max(key.params.temperature, 1e-30) for key in keys])
+    z = (logits - logits.amax(dim=1, keepdim=True)) / column([max(key.sampling.temperature, 1e-30) for key in keys])
     weights = z.exp().masked_fill_(z < _MIN_LOG_WEIGHT, 0.0)
-    top_k = [min(key.params.top_k or V, V) for key in keys]
-    top_p = [1.0 if key.params.top_p is None else key.params.top_p for key in keys]
+    top_k = [min(key.sampling.top_k or V, V) for key in keys]
+    top_p = [1.0 if key.sampling.top_p is None else key.sampling.top_p for key in keys]
     if min(top_k) < V or min(top_p) < 1:
         order = logits.argsort(dim=1, descending=True, stable=True)
         rank = torch.arange(V, device=logits.device)[None]

@@ -40,7 +40,7 @@ from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
 PREFILL_CHUNK = 64  # chunked prefill, so that requests in decode do not wait long: see `Scheduler`
-MAX_TOKENS_AHEAD = 2.0
+MAX_LEAD_IN_TOKENS = 2.0
 """An unbatched request (running, but without tokens in a batch) starts a batch of its own if the virtual time of every batch exceeds that
 of its request group by more than the cost of this many tokens: the layers that a token runs through with the mean number of loop steps."""
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
@@ -79,8 +79,8 @@ class Scheduler:
         self.peak_cache_bytes = 0
         """Peak memory of the caches of all running requests."""
         layers = [len(stage) * (1 if group is None else model.config.mean_loops) for stage, group in model.config.stages]
-        self._max_lead = MAX_TOKENS_AHEAD * sum(layers)
-        """MAX_TOKENS_AHEAD as virtual time."""
+        self._max_lead = MAX_LEAD_IN_TOKENS * sum(layers)
+        """MAX_LEAD_IN_TOKENS as virtual time."""
         self._in_batch: set[Request] = set()
         """The running requests that have tokens in a batch; the others are unbatched."""
         self._speculators: dict[Request, Speculator] = {}
@@ -124,11 +124,11 @@ class Scheduler:
 
     def _bytes(self, request: Request) -> int:
         """Cache bytes of a request at its full length and depth."""
-        return request.capacity * bytes_per_token(self.engine.config, request.params, self.engine.kv_itemsize)
+        return request.capacity * bytes_per_token(self.engine.config, request.loop_params, self.engine.kv_itemsize)
 
     def _can_speculate(self, request: Request) -> bool:
         """Whether a request asks for speculation and the result is sure to be the same."""
-        exact = self.engine.kernels.batch_invariant and request.speculate.problem(self.engine.config, request.params) is None
+        exact = self.engine.kernels.batch_invariant and request.speculate.problem(self.engine.config, request.loop_params) is None
         return request.speculate != OFF and exact
 
     # -- stepping ------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Scheduler:
             cache, new = (request.cache, request.next_tokens(self.prefill_chunk)) if speculator is None else speculator.next_pass(alone)
             prompt_tokens_left -= len(new) if request.in_prefill else 0
             assert cache is not None
-            entries.append(Entry(request.batch_index, cache, new, request))
+            entries.append(Entry(request.prompt_index, cache, new, request))
             self._in_batch.add(request)
         if entries:
             with torch.inference_mode():
@@ -206,8 +206,9 @@ class Scheduler:
 
     @torch.inference_mode()
     def _advance(self, batch: Batch, until_virtual_time: float) -> list[Chunk]:
-        """Run stage passes until tokens have reached the end of the network, a request has arrived, or all request groups of the batch have
-        passed `until_virtual_time`. Returns the chunks that have reached the end."""
+        """Run stage passes until tokens have reached the end of the network, a request has arrived or failed, the batch was split, or all
+        request groups of the batch have passed `until_virtual_time`; with the policy `depth` one pass. Returns the chunks that have reached
+        the end."""
         policy, counters = self.policy, self.counters
         budget = SchedulerStepBudget(batch, policy, until_virtual_time, self._new_arrivals)
         done: list[Chunk] = []
@@ -255,7 +256,7 @@ class Scheduler:
             first, last = last, last + len(keys)
             speculator = self._speculators.get(request)
             if speculator is not None and speculator.is_draft(chunk.part.cache):
-                speculator.add_draft(sampled.tokens[first], chunk.steps)
+                speculator.add_draft(sampled.tokens[first], chunk.steps_by_group)
             else:
                 self._append_row_tokens(request, chunk, sampled, logits, range(first, last))
 
@@ -277,7 +278,7 @@ class Scheduler:
             if request.finish_reason or i + 1 == n or sampled.tokens[row] != tokens[i + 1]:
                 break
         if first_new and (speculator := self._speculators.get(request)) is not None:
-            speculator.on_verified(len(request.tokens) - first_new, chunk.steps)
+            speculator.on_verified(len(request.tokens) - first_new, chunk.steps_by_group)
             if speculator.wave is not None:
                 self._in_batch.add(request)
         if request.finish_reason:
@@ -360,7 +361,7 @@ class Scheduler:
             self.engine.kernels.hint_capacities([request.capacity for request in self.running])
         for request in admitted:
             try:
-                request.cache = self.engine.new_cache(request.capacity, request.params)
+                request.cache = self.engine.new_cache(request.capacity, request.loop_params)
                 request.cache.allocate()  # now, so that a failure belongs to this request
                 if self._can_speculate(request):
                     self._speculators[request] = Speculator(request, self.engine)

@@ -1,4 +1,4 @@
-"""Speculation: how a request guesses tokens ahead. The result is bit-equal to plain decoding (docs/speculation.md says why).
+"""Speculation: how a request guesses tokens ahead. The result is bit-equal to decoding without guesses (docs/speculation.md says why).
 
     parse_speculation("draft:4")      # Draft(4)
     parse_speculation("lookup:3")     # Lookup(3)
@@ -155,7 +155,7 @@ class SpeculationStats:
     drafted: int = 0
     """Guesses submitted for verification: they entered the network at full depth. Some are dropped before their verification ends."""
     accepted: int = 0
-    """Guesses that were right: what plain decoding would have drawn."""
+    """Guesses that were right: what decoding without guesses would have drawn."""
     rewound: int = 0
     """Positions computed on a wrong guess, or dropped with it, and removed from the cache."""
     calls: int = 0

@@ -60,7 +60,7 @@ class Speculator:
 
     @property
     def in_cycle(self) -> bool:
-        """Whether a cycle, also a plain one, has begun and is not verified yet: the cache may have levels that only drafts have reached."""
+        """Whether a cycle, with or without guesses, is not verified yet: the cache may have levels that only drafts have reached."""
         return self._drafts_left is not None
 
     def start_wave(self) -> Wave | None:
@@ -99,7 +99,7 @@ class Speculator:
         elif isinstance(method, Draft) and max_guesses:
             assert request.cache is not None
             self._drafts_left = min(method.tokens, max_guesses)
-            self._draft_cache = request.cache.view(draft_params(request.params, method.steps))
+            self._draft_cache = request.cache.view(draft_params(request.loop_params, method.steps))
 
     def _look_up(self, ngram: int, n: int) -> list[int]:
         """Guesses by `look_up`, cut before a stop token: nothing comes after it."""
@@ -117,7 +117,7 @@ class Speculator:
         return cache is self._draft_cache
 
     def sampling_keys(self, cache: Cache, n: int) -> list[SamplingKey]:
-        """The sampling keys for the n rows of a pass with this cache: those of plain decoding at the same token indices."""
+        """The sampling keys for the n rows of a pass with this cache: those of decoding without guesses at the same token indices."""
         first = len(self.guesses) if self.is_draft(cache) else 0
         return [self.request.sampling_key(first + i) for i in range(n)]
 
@@ -140,7 +140,7 @@ class Speculator:
         request, drafted = self.request, len(self.guesses)
         assert request.cache is not None and 1 <= kept <= drafted + 1
         self._pass_ended(steps, None)
-        if not drafted and self._draft_cache is None:  # a plain pass: there is nothing to rewind
+        if not drafted and self._draft_cache is None:  # a pass without guesses: there is nothing to rewind
             self._drafts_left = None
             return
         if self._chooser is not None and drafted:

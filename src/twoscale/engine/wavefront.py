@@ -60,11 +60,11 @@ class Wave(Batch):
         self.request, self.cache, self.method = request, request.cache, method
         stages = engine.stages
         self.stage_index = next(i for i, stage in enumerate(stages) if isinstance(stage, LoopGroup))
-        self.loop, self.max_steps = Loop(engine, self.stage_index), request.params.loops[0]
+        self.loop, self.last_step = Loop(engine, self.stage_index), request.loop_params.loops[0]
         self.positions: list[WavePosition] = []
         """Those that are not done yet, in the order of the sequence."""
         positions_and_tokens = torch.tensor([[self.cache.length], [request.tokens[-1]]], dtype=torch.int64, device=engine.device)
-        self.chunk = Chunk(make_part(request.batch_index, self.cache, self.cache.length, 1), positions_and_tokens, request, [])
+        self.chunk = Chunk(make_part(request.prompt_index, self.cache, self.cache.length, 1), positions_and_tokens, request, [])
         """Stands for all positions, so that the batch has this request until the request is dropped."""
         self.chunks.add(self.chunk)
         self._next_token: int | None = request.tokens[-1]
@@ -109,7 +109,7 @@ class Wave(Batch):
     def _enter(self, token: int, budget: StepBudget | None) -> None:
         """Add the next position, with this token, to the loop."""
         engine, position = self.engine, self.cache.extend(1)
-        part = make_part(self.request.batch_index, self.cache, position, 1, self.chunk)
+        part = make_part(self.request.prompt_index, self.cache, position, 1, self.chunk)
         positions_and_tokens = torch.tensor([[position], [token]], dtype=torch.int64, device=engine.device)
         rows = Rows([part], positions_and_tokens, engine.kernels)
         x = engine.embed(rows)
@@ -119,7 +119,7 @@ class Wave(Batch):
         self.loop.admit(rows, x)
         if self.positions:
             self._add(drafted=1)
-        self.positions.append(WavePosition(part, positions_and_tokens, token, min(self.method.steps, self.max_steps)))
+        self.positions.append(WavePosition(part, positions_and_tokens, token, min(self.method.steps, self.last_step)))
         self._next_token = None
 
     def _advance_to_next_read_out(self, budget: StepBudget | None) -> bool:
@@ -127,7 +127,7 @@ class Wave(Batch):
         rows, layers = self.loop.rows, len(self.loop.layers)
         assert rows is not None
         to_next_read_out = min(p.next_read_out - p.part.loop_step for p in self.positions if p.output is None)
-        allowed, interrupt = (math.inf, NO_INTERRUPT) if budget is None else (budget.max_steps(rows, layers), budget.interrupt)
+        allowed, interrupt = (math.inf, NO_INTERRUPT) if budget is None else (budget.steps_allowed(rows, layers), budget.interrupt)
         exited = self._advance_rows(self.loop, rows, max(1, min(to_next_read_out, allowed)), interrupt, 0, budget)
         self._add(calls=self.loop.steps_taken)
         if self.loop.failures:
@@ -174,7 +174,7 @@ class Wave(Batch):
 
     def _set_guess(self, position: WavePosition, token: int) -> None:
         """Set the guess of a position to the token of its read-out. If it changes, the positions after it are dropped."""
-        position.next_read_out = self.max_steps + 1 if position.output is not None else 2 * position.part.loop_step
+        position.next_read_out = self.last_step + 1 if position.output is not None else 2 * position.part.loop_step
         if token != position.guess:
             position.guess = token
             self._drop_after(self.positions.index(position))

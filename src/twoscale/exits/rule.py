@@ -32,9 +32,9 @@ from twoscale.geometry.steps import length
 Reading = Literal["lens", "coda"]
 MAX_COUNT = 1_000_000
 
-# (before, after, previous_step) (N, C) -> ||D||, ||D - previous_step||, ||previous_step||, ||before||, ||after|| for D = after - before;
-# D is stored in previous_step
-StepNormsFunction = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
+# (before, after, previous_update) (N, C) -> ||D||, ||D - previous_update||, ||previous_update||, ||before||, ||after|| for the update
+# D = after - before, which is stored in previous_update
+UpdateNormsFunction = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
 
 
 class Tokens(Protocol):
@@ -84,9 +84,9 @@ class StepView:
         norms: Sequence[Numbers] | None = None,
         index: Tensor | None = None,
     ) -> None:
-        """`last` is what the rule remembered of these tokens one step ago; NaN at a token's first step. `norms` is the result of a
-        StepNormsFunction. With `index` (int64, (N,)) the tokens are these rows of `before` and `after`, which are gathered when a rule asks
-        for them."""
+        """`last` is what the rule remembered of these tokens one step ago; NaN at a token's first step. `norms` is the result of an
+        UpdateNormsFunction. With `index` (int64, (N,)) the tokens are these rows of `before` and `after`, which are gathered when a rule
+        asks for them."""
         self.group, self.rows, self.last, self._read, self.norms = group, rows, last, read, norms
         self._before, self._after, self._index = before, after, index
         self._kept: dict[str, Tensor] | None = None
@@ -168,7 +168,7 @@ class StepView:
         return self._once("gate", lambda: self._read(self._rows_of("after", self._after), "gate").float())
 
 
-Evaluator = Callable[[StepView], tuple[Tensor, Tensor]]  # what a rule measures (N,), and what is `view.last` at the next step
+StatisticFunction = Callable[[StepView], tuple[Tensor, Tensor]]  # the statistics (N,), and what is `view.last` at the next step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +245,9 @@ _NOTHING = torch.tensor(math.nan, dtype=torch.float32, device="cpu")  # never ch
 class RuleState:
     """A rule at work in one group: what it remembers of each token, and how often each has passed in a row."""
 
-    def __init__(self, rule: Rule, evaluator: Evaluator | None = None) -> None:
-        """`evaluator` is the kernels' own computation of what the rule measures."""
-        self.rule, self.evaluator = rule, evaluator
+    def __init__(self, rule: Rule, statistic_function: StatisticFunction | None = None) -> None:
+        """`statistic_function` is the kernels' own computation of what the rule measures."""
+        self.rule, self.statistic_function = rule, statistic_function
         self.remembered = _NOTHING
         """What `Rule.remember` returned after the previous step, one row for each token; a scalar NaN before the first."""
         self.streak: Tensor | int = 0
@@ -264,7 +264,7 @@ class RuleState:
     ) -> Tensor | bool:
         """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all.
 
-        `norms` is the result of a StepNormsFunction, for a rule that follows steps; without it the rule's state remembers the steps. With
+        `norms` is the result of an UpdateNormsFunction, for a rule that follows steps; without it the RuleState remembers the steps. With
         `index` the tokens are these rows of `before` and `after`.
         """
         rule = self.rule
@@ -272,8 +272,8 @@ class RuleState:
             self.remembered = self.remembered.to(after.device)
             self.streak = self.streak.to(after.device) if isinstance(self.streak, Tensor) else self.streak
         view = StepView(group, rows, before, after, self.remembered, read, norms, index)
-        if self.evaluator is not None:
-            value, self.remembered = self.evaluator(view)
+        if self.statistic_function is not None:
+            value, self.remembered = self.statistic_function(view)
             return self.count(rule.passes(value), view.k)
         passed = rule.passes(rule.measure(view))
         if norms is None:

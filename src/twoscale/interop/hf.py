@@ -116,7 +116,7 @@ class TwoscaleForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = LoopedGPT(config.model_config, seed=None)
         if (folder := Path(config.name_or_path or "")).is_dir():
-            self.model.calibration = StoredCalibration(folder)  # what exit="auto" stands for
+            self.model.exit_calibration = StoredCalibration(folder)  # what exit="auto" stands for
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:

@@ -49,7 +49,7 @@ def load(path: str | Path, dtype: DtypeChoice = "auto", device: str | torch.devi
     content = read_folder(folder)
     tokenizer = Tokenizer.load(folder) if RunFolder(folder).tokenizer.exists() else None
     model = fill(content, dtype, chosen_device)
-    model.calibration = StoredCalibration(folder, model.weight_dtype)
+    model.exit_calibration = StoredCalibration(folder, model.weight_dtype)
     return model, tokenizer
 
 

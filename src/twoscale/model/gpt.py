@@ -64,7 +64,7 @@ class LoopedGPT(nn.Module):
             PlainStage(c, len(layers)) if group is None else LoopGroup(c, group, self.ln_f) for layers, group in c.stages
         )
         self.lm_head = None if c.tie_head else nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
-        self.calibration: Callable[[], tuple[Any, int]] | None = None
+        self.exit_calibration: Callable[[], tuple[Any, int]] | None = None
         """Exit rules and most loops for exit="auto"; set by `twoscale.load`, valid for the weights that were loaded."""
         self.weight_dtype: WeightDtype = "fp32"
         """How the matrices are stored; another one than fp32 is for inference alone (`engine/kernels/quantize.py`)."""

@@ -38,7 +38,8 @@ class Recorder(Protocol):
 
 
 class Adapter(nn.Linear):
-    """A [x; e], a bias-free map 2d -> d, in two halves: A_x x + A_e e. The second is the same at every step."""
+    """The input projection of [state; input] (Huginn's `adapter`): A [x; e], a map 2d -> d without bias, in two halves: A_x x + A_e e. The
+    second is the same at every step."""
 
     def __init__(self, width: int) -> None:
         super().__init__(2 * width, width, bias=False)
@@ -51,7 +52,7 @@ class Adapter(nn.Linear):
 
 
 class SplitAdapter(nn.Module):
-    """An adapter whose two halves are modules of their own, for inference."""
+    """The input projection of [state; input] (Huginn's `adapter`), its two halves modules of their own, for inference."""
 
     def __init__(self, of_state: nn.Module, of_input: nn.Module) -> None:
         super().__init__()

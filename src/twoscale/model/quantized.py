@@ -54,12 +54,17 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], -(-shape[1] // SCALE_BLOCK)
 
 
+def as_matrix(weight: Tensor) -> Matrix:
+    """A matrix (O, I) of fp32 weights; nothing is rounded."""
+    return Matrix(weight.detach().float())
+
+
 @torch.no_grad()
 def quantize_matrix(weight: Tensor, dtype: WeightDtype) -> Matrix:
     """A matrix (O, I) rounded to a dtype. A scale block with NaN or infinity has a scale that is not finite, so that results show it."""
     weight = weight.detach()
     if dtype == "fp32":
-        return Matrix(weight.float())
+        return as_matrix(weight)
     if dtype == "bf16":
         return Matrix(weight.bfloat16())
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)

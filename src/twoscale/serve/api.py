@@ -1,4 +1,5 @@
-"""The schema of a completion request (OpenAI's, plus `exit`, `tau`, `loops`, `kv`, `speculate`), and its conversion to engine requests."""
+"""The schema of a completion request, and its conversion to engine requests. Fields are OpenAI's, vLLM's `top_k` and `stop_token_ids`, and
+`exit`, `tau`, `loops`, `kv`, `speculate`."""
 
 import difflib
 import secrets

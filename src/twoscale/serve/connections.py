@@ -52,16 +52,16 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.max_connections = limits, max_connections(limits)
-        self.active: set[Connection] = set()
+        self.open_connections: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}
-        """Connections that wait for data of their client, ordered by the beginning of the wait."""
+        """Those of the open connections that wait for data of their client, ordered by the beginning of the wait."""
         self.n_closed = 0
         """Connections closed by a time limit, or because too many were open."""
 
     @property
     def full(self) -> bool:
         """Whether no connection can be accepted: the limit is reached and none of them waits for its client."""
-        return len(self.active) >= self.max_connections and not self.waiting
+        return len(self.open_connections) >= self.max_connections and not self.waiting
 
     def set_phase(self, connection: "Connection", phase: Phase) -> None:
         """Update `waiting` for a connection that changes to this phase."""
@@ -71,11 +71,11 @@ class Connections:
 
     def discard(self, connection: "Connection") -> None:
         self.waiting.pop(connection, None)
-        self.active.discard(connection)
+        self.open_connections.discard(connection)
 
     def enforce_limit(self) -> None:
         """Close the connections that have waited longest until the limit is kept."""
-        while len(self.active) > self.max_connections and self.waiting:
+        while len(self.open_connections) > self.max_connections and self.waiting:
             self.close_oldest()
 
     def close_oldest(self) -> None:
@@ -89,7 +89,7 @@ class Connections:
 
     def close_expired(self, now: float) -> None:
         """Close the connections whose deadline has passed."""
-        for connection in list(self.active):
+        for connection in list(self.open_connections):
             if connection.transport is not None and now > connection.deadline():
                 self.n_closed += connection.phase is not Phase.IDLE
                 connection.expire()
@@ -135,7 +135,7 @@ class Connection(H11Protocol):
 
     def _update(self, without_request: Phase) -> None:
         """Update the phase; `without_request` is the phase of a connection that has no request now."""
-        if self not in self.registry.active:
+        if self not in self.registry.open_connections:
             return
         if self.conn.their_state is h11.SEND_BODY:
             phase = Phase.BODY
@@ -211,7 +211,7 @@ class Listener:
             accepted.setblocking(False)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             connection = self.make_connection()
-            self.connections.active.add(connection)
+            self.connections.open_connections.add(connection)
             task = self.loop.create_task(self._open(accepted, connection))
             self.opening.add(task)
             task.add_done_callback(self.opening.discard)

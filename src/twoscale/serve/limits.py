@@ -18,7 +18,8 @@ class Limits:
     max_connections: int = 512
     """Open connections; at most three quarters of the files that the process may open."""
     read_timeout: float = 10.0
-    """Time limit for the headers of a request, from the opening of the connection, and the same again for its body."""
+    """Time limit for the headers of a request, and the same again for its body. It begins when the connection is opened, or, on one that
+    was kept alive, at the first byte of the next request."""
     idle_timeout: float = 5.0
     """Time limit for the next request on a connection that has had a response (keep-alive)."""
     write_timeout: float = 30.0

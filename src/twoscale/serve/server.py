@@ -65,7 +65,7 @@ class Choice:
 
 
 class Server:
-    """A model, its scheduler thread and its limits, as the HTTP API uses them."""
+    """The model, tokenizer, worker thread and limits behind the HTTP API."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Server:
         """Mean loop steps, and the fraction of loop steps (weighted by layers) that early exits saved."""
         steps = [s for c in choices for s in c.steps]
         sizes = [len(g) for g in self.model.config.groups]
-        loops = choices[0].request.params.loops
+        loops = choices[0].request.loop_params.loops
         full = len(steps) * sum(k * n for k, n in zip(loops, sizes, strict=True))
         taken = sum(k * n for s in steps for k, n in zip(s, sizes, strict=True))
         means = [sum(s[g] for s in steps) / max(1, len(steps)) for g in range(len(sizes))]
@@ -217,7 +217,7 @@ class Server:
         add("waiting", "gauge", "Sequences in the queue.", ("", len(s.waiting)))
         add("running", "gauge", "Sequences being generated.", ("", len(s.running)))
         add("rejected_total", "counter", "HTTP requests rejected with 429 or 503.", ("", self.n_rejected))
-        add("connections", "gauge", "Open connections.", ("", len(self.connections.active)))
+        add("connections", "gauge", "Open connections.", ("", len(self.connections.open_connections)))
         add(
             "connections_closed_total",
             "counter",

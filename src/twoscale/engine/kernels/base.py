@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from twoscale.exits.rule import Evaluator, StepNormsFunction
+from twoscale.exits.rule import StatisticFunction, UpdateNormsFunction
 from twoscale.exits.statistics import Condition
 from twoscale.model import LoopedGPT
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm, Rope
@@ -46,7 +46,7 @@ class LoopSteps:
     taken: int
     """Steps of the rows that are still in the loop, or that exited last."""
     before: Tensor
-    """(N, C): the states before the newest step."""
+    """(N, C): the states before the newest step; may be the same tensor as `after` where `return_previous` is False."""
     after: Tensor
     """(N, C): the states after it."""
     exits: Tensor | bool
@@ -54,7 +54,7 @@ class LoopSteps:
     return_previous: Tensor | bool
     """Which of them return the state before the newest step: bools (N,), or one for all."""
     first_exit: int = 0
-    """The number of steps after which the first rows exited; 0: none has."""
+    """Set by `iterate`: the number of steps after which the first rows exited; 0: none has. `Loop.step` leaves it 0."""
     filled: bool = False
     """Whether the deeper levels of the rows that exit are filled already."""
 
@@ -141,12 +141,11 @@ class Kernels(ABC):
         """Bind to the rows of a batch."""
 
     @abstractmethod
-    def step_norms_function(self) -> StepNormsFunction:
-        """A function that computes the norms of a step that exit rules compare; it may have state."""
+    def update_norms_function(self) -> UpdateNormsFunction:
+        """A function that computes the norms of an update that exit rules compare; it may have state."""
 
-    def evaluator(self, condition: Condition) -> Evaluator | None:
-        """A function that computes the statistic of a condition as a fused loop does, for loops that go step by step; None if the rule's
-        own `measure` gives the same."""
+    def statistic_function(self, condition: Condition) -> StatisticFunction | None:
+        """A function that computes the statistic of a condition as a fused loop does; None if the rule's `measure` gives the same bits."""
         return None
 
     def for_engine(self) -> "Kernels":

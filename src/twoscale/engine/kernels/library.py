@@ -52,7 +52,7 @@ _SIGNATURES = {
     "residual_norm": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "rms_norm": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
-    "step_norms": [_INT] * 3 + [_PTR] * 4,
+    "update_norms": [_INT] * 3 + [_PTR] * 4,
     "block": [_INT] * 2 + [_PTR] * 7,
     "statistics": [_INT] * 3 + [_PTR] * 7,
     "run_stage": [_INT] + [_PTR] * 8,
@@ -121,13 +121,13 @@ class RowSet(ctypes.Structure):
     )
 
 
-class ExitTest(ctypes.Structure):
-    """The struct ExitTest of statistics.c: the condition of an exit rule."""
+class ConditionStruct(ctypes.Structure):
+    """The struct Condition of statistics.c: the condition of an exit rule."""
 
     _fields_ = (
         ("tau", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("parameters", "rule_state")),
-        *((name, ctypes.c_int64) for name in ("rule_state_size", "hits", "min_steps")),
+        *((name, ctypes.c_void_p) for name in ("parameters", "remembered")),
+        *((name, ctypes.c_int64) for name in ("remembered_size", "hits", "min_steps")),
         *((name, ctypes.c_int32) for name in ("statistic", "above", "return_previous")),
     )
 
@@ -143,9 +143,9 @@ class LoopRows(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "x", "buffer_a", "buffer_b", "injected", "cos", "sin", "previous_step", "norms", "kv", "loop_step", "max_steps", "tests",
-            "test_index", "index_in_test", "lens", "lens_scratch", "values", "streak", "fired", "exits", "scratch", "allocated",
-            "result", "compact", "compact_rows",
+            "x", "buffer_a", "buffer_b", "injected", "cos", "sin", "previous_update", "norms", "kv", "loop_step", "last_step",
+            "conditions", "condition_index", "index_in_condition", "lens", "lens_scratch", "statistics", "streak", "fired", "exits",
+            "scratch", "allocated", "result", "kept_inputs", "kept_rows",
         )),
         ("rope_size", ctypes.c_int64),
     )  # fmt: skip

@@ -56,31 +56,32 @@ typedef struct {
     float eps;
 } Lens;
 
-/* Rows inside a loop group. */
+/* Rows inside a loop group. An update is the change of a row's state in one step, after - before. */
 typedef struct {
-    const float *x;               /* (n, C): states; never written */
-    float *buffer_a, *buffer_b;   /* (n, C): the states after the 1st, 3rd, ... and after the 2nd, 4th, ... step of a call */
-    const float *injected;        /* (n, C): what the input adds to every step; null: nothing */
+    const float *x;                    /* (n, C): states; never written */
+    float *buffer_a, *buffer_b;        /* (n, C): the states after the 1st, 3rd, ... and after the 2nd, 4th, ... step of a call */
+    const float *injected;             /* (n, C): what the input adds to every step; null: nothing */
     const float *cos, *sin;
-    float *previous_step;         /* (n, C): the previous step of each row, NaN before the first; null: no statistic needs it */
-    float *norms;                 /* (n, 5), if `previous_step` is given */
-    const KVPointers *const *kv;  /* (n_layers, n_parts) */
-    int64_t *loop_step;           /* (n_parts,): loop steps taken */
-    const int64_t *max_steps;     /* (n_parts,): the loop step after which rows exit in any case */
-    const ExitTest *tests;
-    const int32_t *test_index;    /* (n,): index of each row's test, -1: none; null: all have the first */
-    const int32_t *index_in_test; /* (n,): index of each row among the rows of its test; null: the row itself */
-    const Lens *lens;             /* null: no test reads logits */
-    float *lens_scratch;          /* min(n, LENS_ROWS) * (C + O) floats */
-    double *values;               /* (n,): the statistics of the newest step */
-    int64_t *streak;              /* (n,): number of consecutive steps that have passed; null: no test counts them */
-    uint8_t *fired, *exits;       /* (n,): rows whose test fires after their newest step; rows that exit, also at max_steps */
+    float *previous_update;            /* (n, C): the newest update of each row, NaN before its first step; null: no statistic needs it */
+    float *norms;                      /* (n, 5) of `update_norms`, if `previous_update` is given */
+    const KVPointers *const *kv;       /* (n_layers, n_parts) */
+    int64_t *loop_step;                /* (n_parts,): loop steps taken */
+    const int64_t *last_step;          /* (n_parts,): the loop step after which rows exit in any case */
+    const Condition *conditions;       /* one for each rule; null: no row has a rule */
+    const int32_t *condition_index;    /* (n,): index of each row's condition, -1: none; null: all have the first */
+    const int32_t *index_in_condition; /* (n,): index of each row among the rows of its condition; null: the row itself */
+    const Lens *lens;                  /* null: no statistic reads logits */
+    float *lens_scratch;               /* min(n, LENS_ROWS) * (C + O) floats */
+    double *statistics;                /* (n,): the statistic of each row's condition after its newest step */
+    int64_t *streak;                   /* (n,): number of consecutive steps that have passed; null: `hits` is 1 in all conditions */
+    uint8_t *fired, *exits;            /* (n,): rows whose rule fires after their newest step; rows that exit, also at last_step */
     float *scratch;
-    const int64_t *allocated;     /* (n_parts,): the loop step up to which the levels of a part's cache are allocated */
-    float *result;                /* (n, C): see `iterate`; null if it returns when the first rows exit */
-    float *compact;               /* n * (C + 2 * rope_size) floats, if `result` is given */
-    int64_t *compact_rows;        /* 3 * n, likewise */
-    int64_t rope_size;            /* entries of cos and of sin for each row */
+    const int64_t *allocated;          /* (n_parts,): the loop step up to which the levels of a part's cache are allocated */
+    float *result;                     /* (n, C): see `iterate`; null if it returns when the first rows exit */
+    float *kept_inputs;                /* n * (C + 2 * rope_size), if `result` is given: injected, cos and sin of the rows that stay in the
+                                        * loop, made contiguous */
+    int64_t *kept_rows;                /* 3 * n, likewise: part, position and caller's index of these rows */
+    int64_t rope_size;                 /* entries of cos and of sin for each row */
 } LoopRows;
 
 /* The rows that are still in the loop. Row t of them is row index[t] of the caller's arrays (index null: row t). */
@@ -94,17 +95,18 @@ static inline int caller_row(const ActiveRows *a, int t) { return a->index ? (in
 
 #define LENS_ROWS 32 /* rows whose logits are computed at a time */
 
-static inline const ExitTest *test_of(const LoopRows *l, int row) {
-    return !l->tests ? 0 : !l->test_index ? l->tests : l->test_index[row] < 0 ? 0 : l->tests + l->test_index[row];
+static inline const Condition *condition_of(const LoopRows *l, int row) {
+    if (!l->conditions || !l->condition_index) return l->conditions;
+    return l->condition_index[row] < 0 ? 0 : l->conditions + l->condition_index[row];
 }
 
 /* The statistic of active row t; its logits are given if it reads them. */
-static double value_of(const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after, int t,
+static double row_statistic(const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after, int t,
                        float *logits) {
     int row = caller_row(a, t);
     RowStep step = {.C = s->C, .V = l->lens ? l->lens->V : 0, .loop_step = l->loop_step[a->set.part[t]], .before = before + (long)t * s->C,
                     .after = after + (long)t * s->C, .norms = l->norms ? l->norms + (long)NORMS * row : 0, .logits = logits};
-    return statistic_of(test_of(l, row), &step, l->index_in_test ? l->index_in_test[row] : row);
+    return statistic_of(condition_of(l, row), &step, l->index_in_condition ? l->index_in_condition[row] : row);
 }
 
 /* The statistics of all active rows that read logits. */
@@ -113,8 +115,8 @@ static void read_lens(int threads, const StageWeights *s, const ActiveRows *a, c
     int C = s->C, rows[LENS_ROWS], n = 0;
     float *states = l->lens_scratch, *logits = states + (long)(a->set.n < LENS_ROWS ? a->set.n : LENS_ROWS) * C;
     for (int t = 0; t < a->set.n; t++) {
-        const ExitTest *test = test_of(l, caller_row(a, t));
-        if (test && reads_logits(test->statistic)) {
+        const Condition *condition = condition_of(l, caller_row(a, t));
+        if (condition && reads_logits(condition->statistic)) {
             if (lens->gain) rms_norm_row(C, after + (long)t * C, lens->gain, lens->eps, states + (long)n * C);
             else memcpy(states + (long)n * C, after + (long)t * C, C * sizeof(float));
             rows[n++] = t;
@@ -122,7 +124,7 @@ static void read_lens(int threads, const StageWeights *s, const ActiveRows *a, c
         if (n == LENS_ROWS || (n && t + 1 == a->set.n)) {
             linear(threads, n, lens->head, states, logits);
             for (int i = 0; i < n; i++)
-                l->values[caller_row(a, rows[i])] = value_of(s, a, l, before, after, rows[i], logits + (long)i * lens->head->O);
+                l->statistics[caller_row(a, rows[i])] = row_statistic(s, a, l, before, after, rows[i], logits + (long)i * lens->head->O);
             n = 0;
         }
     }
@@ -135,15 +137,16 @@ static int check_exits(int threads, const StageWeights *s, const ActiveRows *a, 
     for (int t = 0; t < a->set.n; t++) {
         int row = caller_row(a, t);
         int64_t loop_step = l->loop_step[a->set.part[t]];
-        const ExitTest *test = test_of(l, row);
+        const Condition *condition = condition_of(l, row);
         l->fired[row] = 0;
-        if (test) {
-            if (!reads_logits(test->statistic)) l->values[row] = value_of(s, a, l, before, after, t, 0);
-            int passed = test->above ? l->values[row] > test->tau : l->values[row] < test->tau;
-            if (test->hits > 1) passed = (l->streak[row] = (l->streak[row] + 1) * passed) >= test->hits;
-            l->fired[row] = passed && loop_step >= test->min_steps;
+        if (condition) {
+            if (!reads_logits(condition->statistic)) l->statistics[row] = row_statistic(s, a, l, before, after, t, 0);
+            int passed = condition->above ? l->statistics[row] > condition->tau : l->statistics[row] < condition->tau;
+            /* `hits`: the number of consecutive steps that must pass */
+            if (condition->hits > 1) passed = (l->streak[row] = (l->streak[row] + 1) * passed) >= condition->hits;
+            l->fired[row] = passed && loop_step >= condition->min_steps;
         }
-        l->exits[row] = l->fired[row] || loop_step >= l->max_steps[a->set.part[t]];
+        l->exits[row] = l->fired[row] || loop_step >= l->last_step[a->set.part[t]];
         any |= l->exits[row];
     }
     return any;
@@ -176,14 +179,14 @@ static inline void move_row(float *out, const float *in, int to, int from, long 
 /* Write the states of the rows that exit to `result` and make the others contiguous, their states `after` included. */
 static void remove_exited(const StageWeights *s, ActiveRows *a, const LoopRows *l, int n_all, const float *before, float *after) {
     long C = s->C, D = l->rope_size;
-    float *injected = l->compact, *cos = injected + n_all * C, *sin = cos + n_all * D;
-    int64_t *part = l->compact_rows, *position = part + n_all, *index = position + n_all;
+    float *injected = l->kept_inputs, *cos = injected + n_all * C, *sin = cos + n_all * D;
+    int64_t *part = l->kept_rows, *position = part + n_all, *index = position + n_all;
     int n = 0;
     for (int t = 0; t < a->set.n; t++) {
         int row = caller_row(a, t);
         if (l->exits[row]) {
-            const ExitTest *test = test_of(l, row);
-            move_row(l->result, l->fired[row] && test->return_previous ? before : after, row, t, C);
+            const Condition *condition = condition_of(l, row);
+            move_row(l->result, l->fired[row] && condition->return_previous ? before : after, row, t, C);
             continue;
         }
         move_row(after, after, n, t, C);
@@ -223,11 +226,12 @@ int iterate(int threads, const StageWeights *s, const RowSet *r, const LoopRows 
         }
         apply_layers(threads, s, &a.set, l->kv, l->loop_step, input, a.cos, a.sin, l->scratch, after);
         if (s->norm_gain) rms_norm(size < MIN_PARALLEL_SIZE ? 1 : threads, n, C, after, s->norm_gain, s->norm_eps, after);
-        if (l->previous_step && !a.index) step_norms(size < MIN_PARALLEL_SIZE ? 1 : threads, n, C, before, after, l->previous_step, l->norms);
-        else if (l->previous_step)
+        if (l->previous_update && !a.index)
+            update_norms(size < MIN_PARALLEL_SIZE ? 1 : threads, n, C, before, after, l->previous_update, l->norms);
+        else if (l->previous_update)
             for (int t = 0; t < n; t++) {
                 long row = a.index[t];
-                step_norms(1, 1, C, before + (long)t * C, after + (long)t * C, l->previous_step + row * C, l->norms + row * NORMS);
+                update_norms(1, 1, C, before + (long)t * C, after + (long)t * C, l->previous_update + row * C, l->norms + row * NORMS);
             }
         steps++;
         if (check_exits(threads, s, &a, l, before, after)) {

@@ -1,4 +1,5 @@
-"""The `native` kernels, in C: linear maps, norms, activations and fused blocks in one call each, for any number of rows.
+"""The `native` kernels, in C: linear maps, norms and activations in one call each, for any number of rows. A block is one call for up to
+MAX_FUSED_ROWS rows, and one call per operator above.
 
 A row's result is bit-equal in every batch. On AVX2 and AVX-512 the matrix products are faster than oneDNN's for up to about 32 rows and
 equally fast above (measured: 2 cores, widths 128 to 768), so they are used for every number of rows.
@@ -26,18 +27,18 @@ from twoscale.engine.kernels.native_rows import (
     NORMS,
     EmbedRows,
     NativeAttention,
-    NativeEvaluator,
     NativeRowKernels,
     NativeStageKernels,
+    NativeStatistic,
     scratch,
 )
 from twoscale.engine.kernels.panels import Panels, pack
 from twoscale.engine.kernels.torch_ops import TorchKernels
-from twoscale.exits.rule import Evaluator, Numbers, StepNormsFunction
+from twoscale.exits.rule import Numbers, StatisticFunction, UpdateNormsFunction
 from twoscale.exits.statistics import Condition
 from twoscale.model import LoopedGPT
 from twoscale.model.layers import MLP, Block, RMSNorm, Rope
-from twoscale.model.quantized import quantize_matrix
+from twoscale.model.quantized import as_matrix
 
 if TYPE_CHECKING:
     from twoscale.engine.cache import LayerCache, Positions
@@ -139,7 +140,7 @@ class NativeBlock(nn.Module):
         self.scratch = 3 * qkv.in_features + qkv.out_features + out.in_features + up.out_features  # scratch floats per row
 
     def forward(self, x: Tensor, rope: Rope | None, attend: NativeAttention) -> Tensor:
-        rows, threads = attend.rows, threads_to_use()
+        rows, threads = attend.row_kernels, threads_to_use()
         if rows.n > MAX_FUSED_ROWS:
             return self._operator_by_operator(x, rope, attend)
         n = rows.n
@@ -161,24 +162,24 @@ class NativeBlock(nn.Module):
         return out
 
 
-class NativeStepNorms:
-    """Computes the step norms of all rows in one call; see `exits.rule.StepNormsFunction`."""
+class NativeUpdateNorms:
+    """Computes the update norms of all rows in one call; see `exits.rule.UpdateNormsFunction`."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self._one_row = (ctypes.c_float * NORMS)()
         self._checked: tuple[Tensor | None, int, Tensor | None, int] = (None, 0, None, 0)
 
-    def __call__(self, before: Tensor, after: Tensor, previous_step: Tensor) -> Sequence[Numbers]:
+    def __call__(self, before: Tensor, after: Tensor, previous_update: Tensor) -> Sequence[Numbers]:
         n, C = after.shape
         norms = self._one_row if n == 1 else (ctypes.c_float * (NORMS * n))()
         threads = 1 if n * C < MIN_PARALLEL_SIZE else threads_to_use()
-        # One step's `after` is the next one's `before`, and `previous_step` is updated in place: their addresses were checked one step ago.
+        # One step's `after` is the next one's `before`, and `previous_update` is changed in place: their addresses were checked a step ago.
         checked, after_ptr = self._checked, pointer(after, n * C)
         before_ptr = checked[1] if before is checked[0] else pointer(before, n * C)
-        previous_ptr = checked[3] if previous_step is checked[2] else pointer(previous_step, n * C)
-        self._checked = after, after_ptr, previous_step, previous_ptr
-        self.library.step_norms(threads, n, C, before_ptr, after_ptr, previous_ptr, norms)
+        previous_ptr = checked[3] if previous_update is checked[2] else pointer(previous_update, n * C)
+        self._checked = after, after_ptr, previous_update, previous_ptr
+        self.library.update_norms(threads, n, C, before_ptr, after_ptr, previous_ptr, norms)
         # As doubles, like the Python floats of a single row: the comparison with a threshold must not depend on the batch.
         return norms if n == 1 else torch.frombuffer(norms, dtype=torch.float32).view(n, NORMS).double().unbind(dim=1)  # type: ignore[return-value]
 
@@ -198,7 +199,7 @@ class NativeKernels(TorchKernels):
         return self
 
     def linear(self, weight: Tensor) -> nn.Module:
-        return NativeLinear(pack(quantize_matrix(weight, "fp32"), "fp32"), self.library)
+        return NativeLinear(pack(as_matrix(weight), "fp32"), self.library)
 
     def norm(self, norm: RMSNorm) -> nn.Module:
         return NativeNorm(norm, self.library)
@@ -219,12 +220,12 @@ class NativeKernels(TorchKernels):
     def bind(self, rows: "Rows") -> RowKernels:
         return NativeRowKernels(rows, self.library)  # type: ignore[return-value]
 
-    def step_norms_function(self) -> StepNormsFunction:
-        return NativeStepNorms(self.library)
+    def update_norms_function(self) -> UpdateNormsFunction:
+        return NativeUpdateNorms(self.library)
 
-    def evaluator(self, condition: Condition) -> Evaluator | None:
+    def statistic_function(self, condition: Condition) -> StatisticFunction | None:
         by_norms = not condition.statistic.reads_logits and not condition.parameters  # then Python's arithmetic is the same
-        return None if by_norms else NativeEvaluator(condition, self.library)
+        return None if by_norms else NativeStatistic(condition, self.library)
 
     def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
         return like.new_empty(shape), like.new_empty(shape), None

@@ -19,7 +19,7 @@ from twoscale.engine.kernels.base import Interrupt, LoopSteps, StageKernels
 from twoscale.engine.kernels.library import (
     MAX_FUSED_ROWS,
     SANITIZE,
-    ExitTest,
+    ConditionStruct,
     KVView,
     Lens,
     Library,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from twoscale.engine.rows import Rows
 
 
-NORMS = 5  # of a row, see `step_norms` in rowwise.c
+NORMS = 5  # of a row, see `update_norms` in rowwise.c
 LENS_ROWS = 32  # rows whose logits are computed at a time, as in loop.c
 
 
@@ -108,14 +108,14 @@ class NativeRowKernels:
 class NativeAttention:
     """The attention of one layer: called directly, or used by a fused block through `view`."""
 
-    def __init__(self, rows: NativeRowKernels, layer: int) -> None:
-        self.rows, self.layer = rows, layer
+    def __init__(self, row_kernels: NativeRowKernels, layer: int) -> None:
+        self.row_kernels, self.layer = row_kernels, layer
         self._view: KVView | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (1, N, H, D), k and v (1, N, J, D) -> (1, N, H, D). Without mask or padding: each row reads the keys up to its own position."""
         _, n, H, D = q.shape
-        rows, threads = self.rows, threads_to_use()
+        rows, threads = self.row_kernels, threads_to_use()
         J, out = k.shape[2], q.new_empty(1, n, H, D)
         addresses = (row_pointer(heads, n, count, D) for heads, count in ((q, H), (k, J), (v, J)))
         rows.library.attend(
@@ -126,7 +126,7 @@ class NativeAttention:
 
     def view(self) -> int:
         """The address of the KVView of these rows at their current loop steps."""
-        rows, layer = self.rows, self.layer
+        rows, layer = self.row_kernels, self.layer
         if self._view is None:
             self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
             self._view = KVView(*rows.addresses, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
@@ -137,7 +137,7 @@ class NativeAttention:
 
 
 class EmbedRows:
-    """(wte + wpe) * sqrt(d) of the rows in one call, as `LoopedGPT.embed`."""
+    """(wte + wpe) * scale of the rows in one call, as `LoopedGPT.embed`; the scale is sqrt(C) with `scale_embedding`, else 1."""
 
     def __init__(self, model: LoopedGPT, library: Library) -> None:
         c, wte, wpe = model.config, model.wte.weight, None if model.wpe is None else model.wpe.weight
@@ -205,46 +205,48 @@ class FusedLoop:
         self.stage, self.rows, self.n, self.row_kernels, self.threads = stage, rows, n, row_kernels, threads_to_use()
         self.states, streaks = (torch.empty_like(loop.x), torch.empty_like(loop.x)), rules.streaks()
         self.streaks = None if streaks is None else (ctypes.c_int64 * n)(*streaks)
-        self.loop_step, max_steps = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.max_steps)
+        self.loop_step, last_step = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.last_steps)
         self.fired, self.exits, self.first_exit = (ctypes.c_uint8 * n)(), (ctypes.c_uint8 * n)(), ctypes.c_int32()
         self.allocated = (ctypes.c_int64 * n_parts)()
-        self._compact: tuple[Tensor, ctypes.Array[ctypes.c_int64]] | None = None
-        values = (ctypes.c_double * n)()
+        self._kept: tuple[Tensor, ctypes.Array[ctypes.c_int64]] | None = None
+        """`kept_inputs` and `kept_rows` of loop.c."""
+        statistics = (ctypes.c_double * n)()
         injected = None if loop.injected is None else loop.injected.contiguous()
-        previous_step = None if rules.previous_steps is None else rules.previous_steps.vectors_like(loop.x)
-        norms = None if previous_step is None else (ctypes.c_float * (NORMS * n))()
+        previous_update = None if rules.previous_updates is None else rules.previous_updates.vectors_like(loop.x)
+        norms = None if previous_update is None else (ctypes.c_float * (NORMS * n))()
         cos, sin = (None, None) if loop.rope is None else row_kernels.angles(loop.rope, stage.head_dim)
         self.pointers = pointers = LoopRows(
             injected=None if injected is None else pointer(injected, n * C),
             cos=cos,
             sin=sin,
-            previous_step=None if previous_step is None else pointer(previous_step, n * C),
+            previous_update=None if previous_update is None else pointer(previous_update, n * C),
             norms=_address(norms),
             kv=row_kernels.kv_pointers(stage.first_layer, stage.n_layers),
             loop_step=_address(self.loop_step),
-            max_steps=_address(max_steps),
-            values=_address(values),
+            last_step=_address(last_step),
+            statistics=_address(statistics),
             streak=_address(self.streaks),
             fired=_address(self.fired),
             exits=_address(self.exits),
             allocated=_address(self.allocated),
         )
-        self._keep_alive: list[object] = [max_steps, values, injected, previous_step, norms]  # C holds their addresses
-        self._add_tests(pointers, rules, loop.engine.model)
+        self._keep_alive: list[object] = [last_step, statistics, injected, previous_update, norms]  # C holds their addresses
+        self._add_conditions(pointers, rules, loop.engine.model)
         self.address = ctypes.addressof(pointers)
 
-    def _add_tests(self, pointers: LoopRows, rules: "LoopExitRules", model: LoopedGPT) -> None:
+    def _add_conditions(self, pointers: LoopRows, rules: "LoopExitRules", model: LoopedGPT) -> None:
         """The conditions of the rows' rules."""
         if all(entry.rule is None for entry in rules.by_rule):
             return
-        tests = (ExitTest * len(rules.by_rule))()
+        conditions = (ConditionStruct * len(rules.by_rule))()
         for i, entry in enumerate(rules.by_rule):
-            if entry.state is not None and entry.condition is not None:
-                state, n_rows = entry.state, len(entry.row_indices)
-                state.remembered = rule_state_buffer(entry.condition, state.remembered, n_rows, model.config.vocab_size)
-                tests[i] = exit_test(entry.condition, state.rule, state.remembered)
-        pointers.tests = ctypes.addressof(tests)
-        self._keep_alive.append(tests)
+            if entry.rule_state is not None and entry.condition is not None:
+                rule_state, n_rows = entry.rule_state, len(entry.row_indices)
+                remembered = remembered_buffer(entry.condition, rule_state.remembered, n_rows, model.config.vocab_size)
+                rule_state.remembered = remembered
+                conditions[i] = condition_struct(entry.condition, rule_state.rule, remembered)
+        pointers.conditions = ctypes.addressof(conditions)
+        self._keep_alive.append(conditions)
         if any(entry.condition is not None and entry.condition.statistic.reads_logits for entry in rules.by_rule):
             norm = cast("NativeNorm | None", model.ln_f) if model.config.final_norm else None
             head = cast("NativeLinear", model.lm_head)
@@ -254,32 +256,36 @@ class FusedLoop:
             logits = empty_floats(size)
             pointers.lens, pointers.lens_scratch = ctypes.addressof(lens), pointer(logits, size)
             self._keep_alive += [lens, logits]
-        if len(tests) > 1:
-            test_index, index_in_test = (ctypes.c_int32 * self.n)(), (ctypes.c_int32 * self.n)()
+        if len(conditions) > 1:
+            condition_index, index_in_condition = (ctypes.c_int32 * self.n)(), (ctypes.c_int32 * self.n)()
             for i, entry in enumerate(rules.by_rule):
                 for j, row in enumerate(entry.row_indices):
-                    test_index[row], index_in_test[row] = -1 if entry.rule is None else i, j
-            pointers.test_index, pointers.index_in_test = ctypes.addressof(test_index), ctypes.addressof(index_in_test)
-            self._keep_alive += [test_index, index_in_test]
+                    condition_index[row], index_in_condition[row] = -1 if entry.rule is None else i, j
+            pointers.condition_index, pointers.index_in_condition = ctypes.addressof(condition_index), ctypes.addressof(index_in_condition)
+            self._keep_alive += [condition_index, index_in_condition]
 
     @staticmethod
     def applies(loop: "Loop") -> bool:
         """Whether the steps of these rows can be taken in C."""
         return len(loop) <= MAX_FUSED_ROWS and loop.engine.config.noise == "start" and loop.rules.conditions() is not None
 
-    def _result(self) -> Tensor:
-        """The output of rows that exit one after the other in one call, (N, C), with what C needs to remove them."""
+    def _output_and_compaction_memory(self) -> Tensor:
+        """A new output (N, C) for rows that exit one after the other in one call, and the memory by which C removes them.
+
+        The rows that stay are made contiguous there: `kept_inputs` holds their injected inputs, cos and sin, `kept_rows` their parts,
+        positions and indices."""
         n, C, D = self.n, self.stage.width, self.stage.head_dim
-        if self._compact is None:
-            self._compact = empty_floats(n * (C + 2 * D)), (ctypes.c_int64 * (3 * n))()
-            self.pointers.compact, self.pointers.compact_rows = pointer(self._compact[0], n * (C + 2 * D)), _address(self._compact[1])
+        if self._kept is None:
+            self._kept = kept_inputs, kept_rows = empty_floats(n * (C + 2 * D)), (ctypes.c_int64 * (3 * n))()
+            self.pointers.kept_inputs, self.pointers.kept_rows = pointer(kept_inputs, n * (C + 2 * D)), _address(kept_rows)
             self.pointers.rope_size = D
         result = torch.empty_like(self.states[0])
         self.pointers.result = pointer(result, n * C)
         return result
 
     def run(self, loop: "Loop", max_steps: int, interrupt: Interrupt, steps_after_exit: int) -> LoopSteps:
-        """See `StageKernels.iterate`. Rows that exit before others are removed in C if each is a sequence of its own."""
+        """See `StageKernels.iterate`. Rows that exit before others are removed in C if `steps_after_exit` is above 0 and every part has one
+        row; otherwise the call ends when a row exits."""
         stage, pointers, parts, (buffer_a, buffer_b) = self.stage, self.pointers, self.rows.parts, self.states
         x, size = loop.x, self.n * self.stage.width
         if x is buffer_a:  # x may be the output buffer of the previous call: write the other buffer first
@@ -288,7 +294,7 @@ class FusedLoop:
         pointers.scratch = scratch(self.n * stage.scratch_per_row + 2 * self.threads * self.row_kernels.longest)
         for i, part in enumerate(parts):
             self.loop_step[i], self.allocated[i] = part.loop_step, loop.allocated_steps[i]
-        result = self._result() if steps_after_exit and self.n > 1 and self.rows.one_row_per_part else None
+        result = self._output_and_compaction_memory() if steps_after_exit and self.n > 1 and self.rows.one_row_per_part else None
         if result is None:
             pointers.result = None
         taken = stage.library.iterate(
@@ -329,7 +335,7 @@ class FusedLoop:
         return exits, fired
 
 
-def rule_state_buffer(condition: Condition, remembered: Tensor, n: int, vocab_size: int) -> Tensor:
+def remembered_buffer(condition: Condition, remembered: Tensor, n: int, vocab_size: int) -> Tensor:
     """`RuleState.remembered` of n rows as a buffer that C updates, (n, size) fp32; all NaN if `remembered` is still a scalar."""
     size = {"nothing": 0, "number": 1, "distribution": vocab_size}[condition.statistic.remembers]
     if not size or remembered.dim():
@@ -337,16 +343,18 @@ def rule_state_buffer(condition: Condition, remembered: Tensor, n: int, vocab_si
     return torch.full((n, size), math.nan, dtype=torch.float32, device="cpu")
 
 
-def exit_test(condition: Condition, rule: Rule | None, rule_state: Tensor) -> ExitTest:
-    """A condition for C, with the buffer of the rows' rule state; the caller keeps both alive while C uses them."""
-    state_ptr, size = (pointer(rule_state, rule_state.numel()), rule_state.shape[1]) if rule_state.dim() else (None, 0)
+def condition_struct(condition: Condition, rule: Rule | None, remembered: Tensor) -> ConditionStruct:
+    """A condition for C, with what is remembered of the rows; the caller keeps both alive while C uses them."""
+    remembered_ptr, size = (pointer(remembered, remembered.numel()), remembered.shape[1]) if remembered.dim() else (None, 0)
     parameters = condition.parameter_array.buffer_info()[0] if condition.parameters else None
     hits, min_steps, previous = (1, 1, False) if rule is None else (rule.hits, rule.min_steps, rule.keep == "previous")
-    return ExitTest(condition.tau, parameters, state_ptr, size, hits, min_steps, condition.statistic.code, condition.above, previous)
+    return ConditionStruct(
+        condition.tau, parameters, remembered_ptr, size, hits, min_steps, condition.statistic.code, condition.above, previous
+    )
 
 
-class NativeEvaluator:
-    """The statistic of a condition after a step that was not taken by a FusedLoop, to the same bits. Implements `exits.rule.Evaluator`."""
+class NativeStatistic:
+    """The statistic of a condition after a step that no FusedLoop took, to the same bits. Implements `exits.rule.StatisticFunction`."""
 
     def __init__(self, condition: Condition, library: Library) -> None:
         self.condition, self.library = condition, library
@@ -361,14 +369,14 @@ class NativeEvaluator:
             norms = as_doubles.float().contiguous()
         logits = view.logits.contiguous() if self.condition.statistic.reads_logits else None
         V = 0 if logits is None else logits.shape[1]
-        rule_state = rule_state_buffer(self.condition, view.last, n, V)
-        test, values = exit_test(self.condition, None, rule_state), torch.empty(n, dtype=torch.float64, device="cpu")
+        remembered = remembered_buffer(self.condition, view.last, n, V)
+        condition, values = condition_struct(self.condition, None, remembered), torch.empty(n, dtype=torch.float64, device="cpu")
         self.library.statistics(
-            n, C, V, ctypes.addressof(test), pointer(before, n * C), pointer(after, n * C),
+            n, C, V, ctypes.addressof(condition), pointer(before, n * C), pointer(after, n * C),
             None if norms is None else pointer(norms, n * NORMS), steps, None if logits is None else pointer(logits, n * V),
             pointer(values, n, torch.float64),
         )  # fmt: skip
-        return values, rule_state
+        return values, remembered
 
 
 def _address(array: "ctypes.Array[Any] | None") -> int | None:

@@ -111,5 +111,5 @@ def quantize(model: LoopedGPT, dtype: WeightDtype, native: bool = True) -> Loope
     builder = QuantizedModelBuilder(model.config, dtype, next(model.parameters()).device, native)
     for name, weight in model.named_parameters():
         builder.put(name, weight.detach())
-    builder.model.calibration = model.calibration
+    builder.model.exit_calibration = model.exit_calibration
     return builder.model

@@ -41,13 +41,14 @@ static void silu_row(int from, int to, int M, int gated, const float *h, float *
 typedef struct {
     int n, C;
     int option;             /* silu: gated; residual_norm: norm_after_add */
-    const float *in;        /* (n, C), silu: (n, C) or (n, 2 C); step_norms: before */
-    const float *in2;       /* (n, C), step_norms only: after */
+    const float *in;        /* (n, C), silu: (n, C) or (n, 2 C); update_norms: before */
+    const float *in2;       /* (n, C), update_norms only: after */
     const float *gain;      /* (C,), of the RMSNorm; null: no norm */
     const float *next_gain; /* (C,), residual_norm only: of the RMSNorm of the next branch's input; null: no such norm */
     float eps;              /* of the RMSNorms */
-    float *out;             /* (n, C); step_norms: norms (n, 5) */
-    float *in_out;          /* (n, C), residual_norm: the branch's output, then the next branch's input; step_norms: the previous step, then this one */
+    float *out;             /* (n, C); update_norms: norms (n, 5) */
+    float *in_out;          /* (n, C), residual_norm: the branch's output, then the next branch's input;
+                             * update_norms: the previous update, then this one */
 } RowWise;
 
 static void silu_task(const void *arguments, Thread *self) {
@@ -100,42 +101,43 @@ void residual_norm(int threads, int n, int C, int norm_after_add, const float *x
 }
 
 #define NORMS 5
-/* One row of `step_norms`. */
-static void step_norms_row(int C, const float *before, const float *after, float *previous_step, float *norms) {
+/* One row of `update_norms`. */
+static void update_norms_row(int C, const float *before, const float *after, float *previous_update, float *norms) {
     v8 sums[NORMS] = {splat(0), splat(0), splat(0), splat(0), splat(0)};
     float rest[NORMS] = {0, 0, 0, 0, 0};
     int i = 0;
     for (; i + 8 <= C; i += 8) {
-        v8 x = load(before + i), y = load(after + i), step = y - x, previous = load(previous_step + i), change = step - previous;
-        sums[0] = fma8(step, step, sums[0]), sums[1] = fma8(change, change, sums[1]), sums[2] = fma8(previous, previous, sums[2]);
+        v8 x = load(before + i), y = load(after + i), update = y - x, previous = load(previous_update + i);
+        v8 change = update - previous;
+        sums[0] = fma8(update, update, sums[0]), sums[1] = fma8(change, change, sums[1]), sums[2] = fma8(previous, previous, sums[2]);
         sums[3] = fma8(x, x, sums[3]), sums[4] = fma8(y, y, sums[4]);
-        store(previous_step + i, step);
+        store(previous_update + i, update);
     }
     for (; i < C; i++) {
-        float step = after[i] - before[i], change = step - previous_step[i];
-        rest[0] += step * step, rest[1] += change * change, rest[2] += previous_step[i] * previous_step[i];
+        float update = after[i] - before[i], change = update - previous_update[i];
+        rest[0] += update * update, rest[1] += change * change, rest[2] += previous_update[i] * previous_update[i];
         rest[3] += before[i] * before[i], rest[4] += after[i] * after[i];
-        previous_step[i] = step;
+        previous_update[i] = update;
     }
     for (int j = 0; j < NORMS; j++) norms[j] = sqrtf(horizontal_sum(sums[j]) + rest[j]);
 }
 
-static void step_norms_task(const void *arguments, Thread *self) {
+static void update_norms_task(const void *arguments, Thread *self) {
     const RowWise *r = arguments;
     Phase phase = begin_phase(self, r->n, items_per_claim(self, r->n));
     while (claim(self, &phase))
         for (int t = phase.first; t < phase.last; t++) {
             long offset = (long)t * r->C;
-            step_norms_row(r->C, r->in + offset, r->in2 + offset, r->in_out + offset, r->out + (long)NORMS * t);
+            update_norms_row(r->C, r->in + offset, r->in2 + offset, r->in_out + offset, r->out + (long)NORMS * t);
         }
     finish_phase(self, &phase);
 }
 
-/* Norms for the exit rules, norms (n, 5): ||step||, ||step - previous_step||, ||previous_step||, ||before||, ||after|| with
- * step = after - before; then previous_step = step. NaN in `previous_step` gives NaN. */
-void step_norms(int threads, int n, int C, const float *before, const float *after, float *previous_step, float *norms) {
-    RowWise r = {.n = n, .C = C, .in = before, .in2 = after, .in_out = previous_step, .out = norms};
-    RUN_TASK(threads, step_norms_task, r);
+/* Norms for the exit rules, norms (n, 5): ||update||, ||update - previous_update||, ||previous_update||, ||before||, ||after|| with
+ * update = after - before; then previous_update = update. NaN in `previous_update` gives NaN. */
+void update_norms(int threads, int n, int C, const float *before, const float *after, float *previous_update, float *norms) {
+    RowWise r = {.n = n, .C = C, .in = before, .in2 = after, .in_out = previous_update, .out = norms};
+    RUN_TASK(threads, update_norms_task, r);
 }
 
 /* out = (wte[tokens] + wpe[positions]) * scale for n rows; wpe may be null. Returns 0 if a token or a position has no embedding. */

@@ -6,21 +6,24 @@ enum {
     LEARNED_BY_STEPS, LEARNED_BY_STATE, KL_FORWARD, KL_REVERSE, KL_MIN_P, ENTROPY_CHANGE, ARGMAX_CHANGE, CONFIDENCE
 };
 
-/* The condition of an exit rule: a step passes if its statistic is below tau, or above it (`above`). */
+/* The condition of an exit rule: a step passes if its statistic is below tau, or above it (`above`). A row exits when `hits` consecutive
+ * steps have passed, and not before step `min_steps`. In Python: exits/statistics.py, `ConditionStruct` in library.py. */
 typedef struct {
     double tau;
     const double *parameters; /* the weights of a learned head, or min_p */
-    float *rule_state;        /* (rows of this rule, rule_state_size): what is remembered of each row; NaN before its first step */
-    int64_t rule_state_size, hits, min_steps;
+    float *remembered;        /* (rows of this rule, remembered_size): `RuleState.remembered`, NaN before a row's first step */
+    int64_t remembered_size;
+    int64_t hits;             /* consecutive steps that must pass */
+    int64_t min_steps;
     int32_t statistic, above, return_previous; /* return_previous: a row that exits returns the state before its newest step */
-} ExitTest;
+} Condition;
 
 /* One row after a step. */
 typedef struct {
     int C, V;
     int64_t loop_step;
     const float *before, *after; /* (C,) */
-    const float *norms;          /* (5,) of `step_norms` */
+    const float *norms;          /* (5,) of `update_norms` */
     float *logits;               /* (V,), overwritten; null unless the statistic reads them */
 } RowStep;
 
@@ -61,8 +64,8 @@ static double learned_by_state(const double *w, int C, const float *before, cons
     for (int h = 0; h < HIDDEN; h++, w += 2 + 2 * C) {
         double sums[4] = {w[0] + w[1] * depth, 0, 0, 0}; /* independent sums, which hide the latency of an addition */
         for (int i = 0; i < C; i++) {
-            double x = after[i], step = x - before[i];
-            sums[i % 2] += w[2 + i] * x, sums[2 + i % 2] += w[2 + C + i] * step;
+            double x = after[i], update = x - before[i];
+            sums[i % 2] += w[2 + i] * x, sums[2 + i % 2] += w[2 + C + i] * update;
         }
         double u = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         score += second[h] * (0.5 * u * (1 + erf(u * 0.70710678118654752440)));
@@ -119,51 +122,52 @@ static void filter_min_p(int V, double min_p, float *x) {
     for (int i = 0; i < V; i++) x[i] = (float)log(x[i] / mass);
 }
 
-/* A statistic of the logits; `rule_state` is what was remembered at the previous step, and is overwritten for the next one. */
-static double logit_statistic(const ExitTest *test, int V, float *x, float *rule_state) {
+/* A statistic of the logits; `remembered` is of the previous step, and is overwritten for the next one. */
+static double logit_statistic(const Condition *condition, int V, float *x, float *remembered) {
     double value = 0, previous;
     log_softmax(V, x);
-    switch (test->statistic) {
-    case KL_FORWARD: value = divergence(V, x, rule_state); break;
-    case KL_REVERSE: value = divergence(V, rule_state, x); break;
-    case KL_MIN_P: filter_min_p(V, test->parameters[0], x), value = divergence(V, rule_state, x); break;
+    switch (condition->statistic) {
+    case KL_FORWARD: value = divergence(V, x, remembered); break;
+    case KL_REVERSE: value = divergence(V, remembered, x); break;
+    case KL_MIN_P: filter_min_p(V, condition->parameters[0], x), value = divergence(V, remembered, x); break;
     case ENTROPY_CHANGE:
         SUM_OVER_VOCABULARY(value, V, vexp(load(x + i)) * load(x + i), exp_of(x[i]) * x[i]);
-        previous = rule_state[0], rule_state[0] = (float)-value;
-        return fabs(rule_state[0] - previous);
+        previous = remembered[0], remembered[0] = (float)-value;
+        return fabs(remembered[0] - previous);
     default: {
         int first = 0, second = V > 1;
         for (int i = 1; i < V; i++)
             if (x[i] > x[first]) second = first, first = i;
             else if (i == 1 || x[i] > x[second]) second = i;
-        if (test->statistic == CONFIDENCE) return exp_of(x[first]) - exp_of(x[second]);
-        previous = rule_state[0], rule_state[0] = (float)first; /* exact: vocabularies are below 2^24 */
+        if (condition->statistic == CONFIDENCE) return exp_of(x[first]) - exp_of(x[second]);
+        previous = remembered[0], remembered[0] = (float)first; /* exact: vocabularies are below 2^24 */
         return fabs(first - previous);
     }
     }
-    memcpy(rule_state, x, V * sizeof(float));
+    memcpy(remembered, x, V * sizeof(float));
     return value;
 }
 
 static int reads_logits(int statistic) { return statistic >= KL_FORWARD; }
 
-/* `row` is the row's index among the rows of its rule. */
-static double statistic_of(const ExitTest *test, const RowStep *s, long row) {
-    if (test->statistic == MINUS_STEPS) return -(double)s->loop_step;
-    if (test->statistic == LEARNED_BY_STEPS) return learned_by_steps(test->parameters, s->norms, s->loop_step);
-    if (test->statistic == LEARNED_BY_STATE) return learned_by_state(test->parameters, s->C, s->before, s->after, s->loop_step);
-    if (reads_logits(test->statistic))
-        return logit_statistic(test, s->V, s->logits, test->rule_state ? test->rule_state + row * test->rule_state_size : 0);
-    return norm_statistic(test->statistic, s->norms);
+/* The statistic of one row; `row` is its index among the rows of its rule. */
+static double statistic_of(const Condition *condition, const RowStep *s, long row) {
+    if (condition->statistic == MINUS_STEPS) return -(double)s->loop_step;
+    if (condition->statistic == LEARNED_BY_STEPS) return learned_by_steps(condition->parameters, s->norms, s->loop_step);
+    if (condition->statistic == LEARNED_BY_STATE) return learned_by_state(condition->parameters, s->C, s->before, s->after, s->loop_step);
+    if (reads_logits(condition->statistic))
+        return logit_statistic(condition, s->V, s->logits,
+                               condition->remembered ? condition->remembered + row * condition->remembered_size : 0);
+    return norm_statistic(condition->statistic, s->norms);
 }
 
 /* The statistic of one rule for n rows, for steps that were not taken by `iterate`: before, after (n, C), norms (n, 5), loop_step (n,),
  * logits (n, V), values (n,). What the statistic does not need may be null. */
-void statistics(int n, int C, int V, const ExitTest *test, const float *before, const float *after, const float *norms,
+void statistics(int n, int C, int V, const Condition *condition, const float *before, const float *after, const float *norms,
                 const int64_t *loop_step, float *logits, double *values) {
     for (int t = 0; t < n; t++) {
         RowStep s = {.C = C, .V = V, .loop_step = loop_step[t], .before = before + (long)t * C, .after = after + (long)t * C,
                      .norms = norms ? norms + (long)NORMS * t : 0, .logits = logits ? logits + (long)t * V : 0};
-        values[t] = statistic_of(test, &s, t);
+        values[t] = statistic_of(condition, &s, t);
     }
 }

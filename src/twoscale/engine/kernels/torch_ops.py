@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from twoscale.engine.kernels.base import Kernels, RowKernels
 from twoscale.engine.kernels.slots import Slab, Slot, Slots
-from twoscale.exits.rule import Numbers, StepNormsFunction
-from twoscale.geometry.steps import length
+from twoscale.exits.rule import Numbers, UpdateNormsFunction
+from twoscale.geometry.steps import length as vector_norm
 from twoscale.model.layers import MLP, Attend, Block, RMSNorm
 
 if TYPE_CHECKING:
@@ -45,14 +45,15 @@ class TorchNorm(nn.Module):
         return (x32 * (self.root / torch.hypot(norm, self.floor))).mul_(self.norm.weight.detach()).type_as(x)
 
 
-def step_norms(before: Tensor, after: Tensor, previous_step: Tensor) -> tuple[Numbers, ...]:
-    """||D||, ||D - previous_step||, ||previous_step||, ||before|| and ||after|| for the step D = after - before of every row (N, C).
+def update_norms(before: Tensor, after: Tensor, previous_update: Tensor) -> tuple[Numbers, ...]:
+    """||D||, ||D - previous_update||, ||previous_update||, ||before|| and ||after|| for the update D = after - before of each row (N, C).
 
-    D is stored in `previous_step`."""
+    D is stored in `previous_update`."""
     before, after = before.float(), after.float()
-    step = after - before
-    norms = length(step), length(step - previous_step), length(previous_step), length(before), length(after)
-    previous_step.copy_(step)
+    update = after - before
+    vectors = update, update - previous_update, previous_update, before, after
+    norms = tuple(vector_norm(vector) for vector in vectors)
+    previous_update.copy_(update)
     return norms
 
 
@@ -84,8 +85,8 @@ class TorchKernels(Kernels):
     def bind(self, rows: "Rows") -> RowKernels:
         return TorchRowKernels(rows, self.batch_attention)
 
-    def step_norms_function(self) -> StepNormsFunction:
-        return step_norms
+    def update_norms_function(self) -> UpdateNormsFunction:
+        return update_norms
 
     def for_engine(self) -> Kernels:
         return type(self)(self.batch_attention)
