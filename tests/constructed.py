@@ -39,12 +39,18 @@ def a_setting(steps: float, rule: str | None = "", dce: float = 0.001, flops: fl
     return record if rule == "" else record | {"rule": rule}
 
 
+def a_test(rule: str, bound: float, limit: float = 0.005) -> dict[str, Any]:
+    """A setting of a path that was tested."""
+    return {"rule": rule, "bound": bound, "passed": bound <= limit}
+
+
 def apart(value: float, width: float, key: str = "steps") -> dict[str, float]:
     return {key: value, f"{key}_low": value - width, f"{key}_high": value + width}
 
 
 def a_calibration(**changes: Any) -> dict[str, Any]:
-    """A calibration that takes 5.41 steps where a single threshold takes 5.47, fixed:5 takes 5 and the default 12."""
+    """A calibration that takes 5.41 steps where a single threshold takes 5.47, fixed:5 takes 5 and the default 12; fixed:4 was tested and
+    failed."""
     report = {
         "calibrated": a_setting(5.41), "single": a_setting(5.47, "acceleration:3.0"), "fixed": a_setting(5.0, "fixed:5"),
         "default": a_setting(12.0, "fixed:12", 0.0),
@@ -55,9 +61,15 @@ def a_calibration(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     found = {
         "checkpoint": "step-9", "rule": "acceleration", "rules": ["acceleration:2.0"], "loops": 30, "mean_loops": 12,
-        "goal": {"max_dce": 0.005}, "delta": 0.05, "bound": 0.0031,
+        "version": 2, "goal": {"max_dce": 0.005}, "delta": 0.05, "delta_each": 0.05 / 3, "bound": 0.0031,
+        "tested": {
+            "calibrated": [{"rules": ["acceleration:2.0"], "bound": 0.0031, "passed": True}],
+            "single": [a_test("acceleration:3.0", 0.002), a_test("acceleration:1.0", 0.009)],
+            "fixed": [a_test(f"fixed:{k}", 0.02 / k) for k in (24, 16, 12, 8, 6, 5)] + [a_test("fixed:4", 0.0062)],
+        },
         "tokens": {"fit": 300, "certify": 900, "report": 800},
-        "clusters": {"fit": 4, "certify": 11, "report": 10}, "by": "documents", "source": "builtin", "report": report,
+        "clusters": {"fit": 4, "certify": 11, "report": 10}, "by": dict.fromkeys(("fit", "certify", "report"), "documents"),
+        "source": "builtin", "report": report,
     }  # fmt: skip
     for key, value in changes.items():
         if key in ("single", "fixed", "default", "calibrated"):
@@ -73,8 +85,9 @@ def an_old_calibration(equal: str | None, fewer: float = 24.59) -> dict[str, Any
     """As older versions wrote it: compared with the cheapest single threshold of no higher loss, `equal`; no fixed depth, no default."""
     found = a_calibration()
     r = found["report"]
-    for key in ("mean_loops", "source"):
+    for key in ("mean_loops", "source", "version", "delta_each"):
         found.pop(key)
+    found |= {"by": "documents", "tested": found["tested"]["calibrated"]}
     report = {"calibrated": r["calibrated"], "single": r["single"], "equal": a_setting(30.0 if equal is None else 5.47, equal)}
     found["report"] = report | {"fewer_steps": fewer, "fewer_low": fewer - 0.1, "fewer_high": fewer + 0.1, "beats_single": True}
     return found

@@ -122,7 +122,7 @@ def test_calibrate(swept: Path, cli: CommandLine, tmp_path: Path) -> None:
     """Calibration certifies on the drop of accuracy, chooses what the sweep chose, and `--exit auto` then uses it."""
     run = tmp_path / "run"
     shutil.copytree(swept, run)
-    code, out, _ = cli("calibrate", run, "--rule", "kl", "--loops", 4, "--samples", 6, "--max-accuracy-drop", 0.3)
+    code, out, _ = cli("calibrate", run, "--rule", "kl", "--loops", 4, "--samples", 6, "--max-accuracy-drop", 0.3, "--delta", 0.1)
     assert code == 0 and "asked: max-accuracy-drop 0.3" in out and "nats" not in out
     found = json.loads((run / "calibration.json").read_text())
     choice = next(c for c in found_in(swept).choices if c["family"] == "kl" and c["scope"] == "all")

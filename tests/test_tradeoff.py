@@ -18,7 +18,7 @@ from twoscale.config import ModelConfig, UserError, presets
 from twoscale.data import TokenData, Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.model.flops import token_flops
-from twoscale.tradeoff.calibrate import DEPTHS, Calibrator, Goal, Texts, best_path, fixed_sequence
+from twoscale.tradeoff.calibrate import DEPTHS, Calibrator, Goal, Texts, fixed_sequence
 from twoscale.tradeoff.controller import train_controller
 from twoscale.tradeoff.evaluate import counted_flops, evaluate
 from twoscale.tradeoff.heldout import HeldOut, heldout_part
@@ -246,33 +246,6 @@ def test_bound_holds() -> None:
     assert wrong > 0, "the test must be able to fail"
 
 
-def test_path_is_best() -> None:
-    """Where costs add up, every setting of the path is the cheapest for its steps among all combinations, and steps fall along it."""
-    generator = np.random.default_rng(0)
-    costs = []
-    for _ in range(3):
-        rises = np.concatenate(([0.0], np.cumsum(np.sort(generator.uniform(0, 0.1, 5)))))
-        costs.append(list(zip([30.0, 16.0, 8.0, 5.0, 3.0, 2.0], rises.tolist(), strict=True)))
-    weights = [0.5, 1.0, 1.5]
-    path = best_path(costs, weights, longest=100)
-
-    def both(choice: tuple[int, ...]) -> tuple[float, float]:
-        return sum(w * costs[g][j][0] for g, (j, w) in enumerate(zip(choice, weights, strict=True))), sum(
-            costs[g][j][1] for g, j in enumerate(choice)
-        )
-
-    everything = [both(choice) for choice in itertools.product(range(6), repeat=3)]
-    start = next(i for i, c in enumerate(path) if not any(s <= both(c)[0] and k < both(c)[1] - 1e-9 for s, k in everything))
-    assert start <= 2, "at most two milder settings come first"
-    for choice in path[start:]:
-        steps, cost = both(choice)
-        assert not any(s <= steps and c < cost - 1e-9 for s, c in everything)
-    assert [both(c)[0] for c in path] == sorted((both(c)[0] for c in path), reverse=True)
-    assert best_path([[(4.0, 0.0), (2.0, -0.3), (1.0, 0.1)]], [1.0])[0] == (1,), "a gain counts as no cost, not as a reason to stop"
-    free = [[(30.0 - 5 * j, -0.01) if j else (30.0, 0.0) for j in range(6)]] * 2
-    assert best_path(free, [1.0, 1.0])[:3] == [(1, 1), (3, 3), (5, 5)], "where leaving seems free, milder settings are tested first"
-
-
 def test_goals() -> None:
     """So many steps on average; what cannot be reached or is asked twice is refused."""
     model, text = two_speeds()
@@ -295,13 +268,24 @@ def test_rivals_are_certified_alike() -> None:
     tokens need different depths its whole interval lies below zero."""
     model, text = two_speeds()
     texts = Texts(*(HeldOut(text.ids[i::9], text.targets[i::9], text.clusters[i::9], "windows") for i in range(3)))
-    limit, report = 0.12, Calibrator(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))["report"]
+    limit, found = 0.12, Calibrator(model, exits.StepNorm(0.1), texts, 20, 0.05).run(Goal(max_dce=0.12))
+    report = found["report"]
     full = evaluate(model, texts.certify, None, 20).losses
     depths = [k for k in DEPTHS if k < 20]
     bounds = [
-        upper_bound((evaluate(model, texts.certify, None, k).losses - full).numpy(), texts.certify.clusters.numpy(), 0.05) for k in depths
+        upper_bound((evaluate(model, texts.certify, None, k).losses - full).numpy(), texts.certify.clusters.numpy(), 0.05 / 3)
+        for k in depths
     ]
     last = next(i for i, bound in enumerate(bounds) if bound > limit) - 1
+    assert found["delta"] == 0.05 and found["delta_each"] == 0.05 / 3, "three paths share the chance of error"
+    told = [(t["rule"], t["passed"]) for t in found["tested"]["fixed"]]
+    assert told == [(f"fixed:{k}", i <= last) for i, k in enumerate(depths[: last + 2])], "all that was tested is written down"
+    assert [t["bound"] for t in found["tested"]["fixed"]] == pytest.approx(bounds[: last + 2])
+    assert all(t["bound"] <= limit for path in ("calibrated", "single") for t in found["tested"][path] if t["passed"])
+    assert found["by"] == dict.fromkeys(("fit", "certify", "report"), "windows") and found["version"] == 2
+    assert found["window_fingerprints"]["report"] == texts.report.window_fingerprints and len(texts.report.window_fingerprints) == len(
+        texts.report.ids
+    )
     assert report["fixed"]["rule"] == f"fixed:{depths[last]}" and report["fixed"]["mean_steps"] == depths[last]
     assert report["default"]["rule"] == "fixed:20" and report["default"]["dce"] == 0
     d = report["differences"]["fixed"]

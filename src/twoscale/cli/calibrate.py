@@ -34,7 +34,7 @@ class CalibrateArgs:
     rule: str = "acceleration"
     """The rule: its name, or NAME:VALUE,setting=value, of which the threshold is replaced; `learned` trains a controller first."""
     delta: float = 0.05
-    """The chance that the bound does not hold."""
+    """The chance that anything that is certified does not hold; shared between the paths that are tested."""
     loops: int | None = None
     """The most steps that a group may take; by default 30, on a task as many as its staircase has (16)."""
     windows: int = 48

@@ -103,22 +103,22 @@ def _stages(args: ReproduceArgs, out: Path) -> tuple[list[Stage], list[Path]]:
         if args.with_bundled:
             raise UserError("--bundled-only trains nothing: omit --with-bundled")
         run = Path("runs") / BUNDLED
-        return [*_bundled_stages(effort), Stage("report", lambda: _report_stage([run]), 20)], [run]
+        return [*_bundled_stages(effort), Stage("report", lambda: _report_stage([run]), 10)], [run]
     stages = [
-        Stage("train", lambda: _train_stage(args, out), 150),
-        Stage("evaluate", lambda: _evaluate_stage(out, effort), 6),
+        Stage("train", lambda: _train_stage(args, out), 170),
+        Stage("evaluate", lambda: _evaluate_stage(out, effort), 3),
     ]
     if not args.config.model.n_groups:
         return stages, [out]
-    stages.append(Stage("trace", lambda: _trace_stage(out), 8))
+    stages.append(Stage("trace", lambda: _trace_stage(out), 5))
     runs = [out]
     if not args.with_bundled:
-        stages.append(Stage("calibrate", lambda: _calibrate_stage(out, effort), 40))
-    stages.append(Stage("sweep", lambda: _sweep_stage(out, effort), 50))
+        stages.append(Stage("calibrate", lambda: _calibrate_stage(out, effort), 15))
+    stages.append(Stage("sweep", lambda: _sweep_stage(out, effort), 15))
     if args.with_bundled:
         runs = [Path("runs") / BUNDLED, out]
-        stages += [Stage(BUNDLED, _shipped_stage, 10)] if _shipped() else _bundled_stages(effort)
-    stages.append(Stage("report", lambda: _report_stage(runs), 30))
+        stages += [Stage(BUNDLED, _shipped_stage, 5)] if _shipped() else _bundled_stages(effort)
+    stages.append(Stage("report", lambda: _report_stage(runs), 10 * len(runs)))
     return stages, runs
 
 
@@ -126,10 +126,10 @@ def _bundled_stages(effort: Effort) -> list[Stage]:
     """The bundled model measured here."""
     other = Path("runs") / BUNDLED
     return [
-        Stage(f"evaluate {BUNDLED}", lambda: _evaluate_stage(as_run(Path(BUNDLED)), effort), 20),
-        Stage(f"trace {BUNDLED}", lambda: _trace_stage(other), 20),
-        Stage(f"calibrate {BUNDLED}", lambda: _calibrate_stage(other, effort), 60),
-        Stage(f"sweep {BUNDLED}", lambda: _sweep_stage(other, effort), 90),
+        Stage(f"evaluate {BUNDLED}", lambda: _evaluate_stage(as_run(Path(BUNDLED)), effort), 15),
+        Stage(f"trace {BUNDLED}", lambda: _trace_stage(other), 12),
+        Stage(f"calibrate {BUNDLED}", lambda: _calibrate_stage(other, effort), 30),
+        Stage(f"sweep {BUNDLED}", lambda: _sweep_stage(other, effort), 30),
     ]
 
 
@@ -182,7 +182,7 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     from twoscale.report.words import evaluation_text
     from twoscale.tradeoff.bigram import bigram_cross_entropy
     from twoscale.tradeoff.evaluate import evaluate
-    from twoscale.tradeoff.heldout import heldout_windows
+    from twoscale.tradeoff.heldout import heldout_windows, spelt_fingerprint
     from twoscale.tradeoff.load_run import load_run_model
     from twoscale.tradeoff.summary import read_evaluation
 
@@ -206,6 +206,7 @@ def _evaluate_stage(out: Path, effort: Effort) -> int:
     result: dict[str, Any] = {
         **about,
         "bytes": int(opened.tokenizer.byte_lengths()[text.targets].sum()),
+        "text": spelt_fingerprint(text, opened.tokenizer.decode),
         "optimizer": config.train.optimizer,
         "cross_entropy_by_loops": by_loops,
         "bigram_cross_entropy": bigram_cross_entropy(TokenData(opened.data.folder, "train"), text) if trained_here else None,

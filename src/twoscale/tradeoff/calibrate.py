@@ -6,7 +6,9 @@ every price of a step form a path from the full run to the boldest (`path`).
 
 Certify. On documents that fitting has not seen, the settings of the path are tested in that order, each by a one-sided bound on the
 rise of the loss, until one fails (learn-then-test by a fixed sequence): the chance that the last one to pass costs more than
-was asked is delta at most, however long the path.
+was asked is delta at most, however long the path. There are three paths (a threshold for each group, one for all groups, fixed depths), and
+who uses the result picks from more than one of them: each is tested at delta divided by their number (Bonferroni), so with a chance of
+1 - delta all that was certified holds at once.
 
 On a task the loss is the share of wrong answers. With one group (and for the single threshold) the path then lies around the place at which
 the fit part begins to lose accuracy, by real exits: the same settings in the same order as in a sweep.
@@ -35,6 +37,7 @@ from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.latency import REFERENCE, LatencyTimer
 from twoscale.tradeoff.signals import at_threshold, exit_steps, record_signals, thresholds
 from twoscale.tradeoff.stats import interval, upper_bound
+from twoscale.tradeoff.summary import CALIBRATION_VERSION
 from twoscale.tradeoff.task_points import boundary, curve, fixed_settings, path_around, rule_settings
 
 STEPS = (2, 3, 4, 5, 6, 8, 11, 16, 24, 40)  # mean steps that thresholds are tried for
@@ -150,6 +153,8 @@ class Calibrator:
         if not 0 < delta < 0.5:
             raise UserError(f"delta = {delta}: the chance of being wrong lies between 0 and 0.5")
         self.model, self.rule, self.texts, self.loops, self.delta, self.say = model, rule, texts, loops, delta, say
+        self.delta_each = delta
+        """The chance of error of one path; all of delta where one bound is given and nothing is picked by it."""
         self.groups = range(model.config.n_groups)
         asked = texts.fit.asked.flatten()
         self.seen = [x[:, asked] for x in record_signals(model, texts.fit, rule, loops)]  # (K, n, 1) for each group: what the rule sees
@@ -161,12 +166,15 @@ class Calibrator:
         path, everywhere = self._paths(goal)
         fixed = self._everywhere_of(fixed_settings(self.loops) if self.task else [exits.Fixed(k) for k in DEPTHS if k < self.loops])
         if (limit := goal.limit) is not None:
+            self.delta_each = self.delta / (2 if path is everywhere else 3)  # a path that stands for two is tested once
             paths = ((path, "a threshold for each group"), (everywhere, "one threshold for all groups"), (fixed, "fixed depths"))
             own, *others = (self._certify(p, limit, words) for p, words in paths)
         else:
             own, *others = (self._meets(p, goal, must=p is path) for p in (path, everywhere, fixed))
         chosen, single, depth = (next((c for c in reversed(found) if c.passed), None) for found in (own, *others))
+        tested = dict(zip(("calibrated", "single", "fixed"), (own, *others), strict=True))
         result: dict[str, Any] = {
+            "version": CALIBRATION_VERSION,
             "rule": exits.name_of(self.rule),
             "rules": [self._word(chosen, g) for g in self.groups],
             "loops": self.loops,
@@ -174,15 +182,23 @@ class Calibrator:
             "groups": [format_groups((layers,)) for layers in self.model.config.groups],
             "goal": {key: value for key, value in vars(goal).items() if value is not None},
             "delta": self.delta,
+            "delta_each": self.delta_each,
             "bound": chosen.bound if chosen is not None else 0.0,
-            "tested": [{"rules": [self._word(c, g) for g in self.groups], "bound": c.bound, "passed": c.passed} for c in own],
+            "tested": {name: [self._tested(c, name) for c in found] for name, found in tested.items()},
             "tokens": {name: text.n_asked for name, text in vars(self.texts).items()},
             "clusters": {name: text.n_clusters for name, text in vars(self.texts).items()},
-            "by": self.texts.certify.by,
+            "by": {name: text.by for name, text in vars(self.texts).items()},
+            "window_fingerprints": {name: text.window_fingerprints for name, text in vars(self.texts).items()},
         }
         if isinstance(self.rule, exits.Learned):
             result["heads"] = [list(head) for head in self.rule.heads]  # certified with these, whatever controller.json becomes
         return result | self._compare(chosen, single, depth) | {"seconds": round(time.perf_counter() - started, 1)}
+
+    def _tested(self, found: Certified, path: str) -> dict[str, Any]:
+        """One setting of a path as calibration.json has it: `rules`, one for each group, or the one `rule` of all."""
+        words = [self._word(found, g) for g in self.groups]
+        named = {"rules": words} if path == "calibrated" else {"rule": words[0]}
+        return named | {"bound": found.bound, "passed": found.passed}
 
     def _word(self, certified: Certified | None, group: int) -> str | None:
         """A group's rule as the command line writes it; the weights of a learned one are under `heads`."""
@@ -260,8 +276,8 @@ class Calibrator:
     def _bound(self, setting: Setting) -> float:
         found, text = self._evaluate("certify", dict(setting)), self.texts.certify
         if self.task:
-            return drop_bound(text, found, self.full["certify"], self.delta)
-        return upper_bound(self._costs("certify", found), text.clusters[text.asked].numpy(), self.delta)
+            return drop_bound(text, found, self.full["certify"], self.delta_each)
+        return upper_bound(self._costs("certify", found), text.clusters[text.asked].numpy(), self.delta_each)
 
     def _certify(self, path: list[Setting], limit: float, words: str) -> list[Certified]:
         tested = fixed_sequence(path, self._bound, limit)
@@ -312,7 +328,10 @@ class Calibrator:
             if name != "calibrated":
                 records[name]["rule"] = None if setting is None else self._word(Certified(setting, 0.0, True), 0)
         mine = found.pop("calibrated")
-        return {"report": records | {"differences": {name: self._difference(mine, other) for name, other in found.items()}}}
+        records["differences"] = {name: self._difference(mine, other) for name, other in found.items()}
+        if "default" in found:
+            records["fixed"]["against_default"] = self._difference(found["fixed"], found["default"])
+        return {"report": records}
 
     def _difference(self, mine: Evaluation, other: Evaluation) -> dict[str, float]:
         """Steps (mean over groups) and CE, on a task the accuracy, of one setting minus another's, token by token, with 95 % intervals over

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twoscale.config.words import MARGIN, all_loops, plural
-from twoscale.tradeoff.summary import ORACLES, Sweep
+from twoscale.tradeoff.summary import ORACLES, PRINTED, Sweep
 
 FLAT = 0.01  # nats: a rise of CE that is called none
 FIXED = ("full", "fixed", "fixed-one")
@@ -62,6 +62,20 @@ def default_point(sweep: Sweep) -> Point:
     full, default = sweep.point("full"), sweep.header.get("mean_loops")
     assert full is not None
     return sweep.point(f"fixed:{default}") or full if default != sweep.header["loops"] else full
+
+
+def lower_and_left(sweep: Sweep, pick: Point) -> list[Point]:
+    """Settings whose measured loss and cost both lie below a point's, by as much as is printed, cheapest first. Oracles and random exits
+    are no settings to use and are left out."""
+    known = [p for p in sweep.points if p["family"] not in ("random", *ORACLES) and p is not pick]
+    found = [p for p in known if p[sweep.cost] < pick[sweep.cost] and p["ce"] < pick["ce"] - PRINTED]
+    return sorted(found, key=lambda p: float(p[sweep.cost]))
+
+
+def overlap(a: Point, b: Point, name: str) -> bool:
+    """Whether the intervals of two points overlap: of `ms`, `flops` or `dce`. Without an interval a value stands for itself."""
+    (a_low, a_high), (b_low, b_high) = ((p.get(f"{name}_low", p[name]), p.get(f"{name}_high", p[name])) for p in (a, b))
+    return bool(a_low <= b_high and b_low <= a_high)
 
 
 def name_of(point: Point, loops: int) -> str:

@@ -121,10 +121,19 @@ def sweep(
             lambda token: opened.tokenizer.decode([token]), opened.source, quiet=progress is None,
         )  # fmt: skip
         sweeper.remarks |= {"few": True} if few else {}
+        sweeper.asked = sweep_settings(rules, taus, loops, windows, rounds, controller, few)
         found = sweeper.run(points, say)
         if world.main:
             _write_samples(run, opened, found, {p.id: p for stage in points for p in stage})
         return found
+
+
+def sweep_settings(rules: Sequence[str], taus: Sequence[float], loops: int, windows: int, rounds: int, controller: bool, few: bool) -> str:
+    """The settings of a sweep of text as the command line writes them; rules and thresholds only where they are not the usual ones."""
+    words = [] if tuple(rules) == RULES else ["--rules", *rules]
+    words += [] if tuple(taus) == TAUS else ["--taus", *(f"{tau:g}" for tau in taus)]
+    words += ["--loops", str(loops), "--windows", str(windows), "--rounds", str(rounds)]
+    return " ".join([*words, *([] if controller else ["--no-controller"]), *(["--few"] if few else [])])
 
 
 def _write_samples(run: Path, opened: LoadedRun, found: Sweep, points: Mapping[str, Point]) -> None:
@@ -165,8 +174,8 @@ def calibrate(
 
     Asked for is one of three: the loss rises by at most `max_dce` nats a token (0.005 by default), so many `mean_steps` a group, or so
     many `ms` a token, one sequence, on this machine. `rule` is a rule's name, or NAME:VALUE,setting=value, of which the threshold is
-    replaced; `learned` trains a controller first. `delta` is the chance that the bound does not hold. `windows` held-out windows are
-    certified on and as many reported on; a third as many are fitted on.
+    replaced; `learned` trains a controller first. `delta` is the chance that anything that is certified does not hold. `windows` held-out
+    windows are certified on and as many reported on; a third as many are fitted on.
 
     On a model of a task `max_accuracy_drop` (0.005 by default) takes the place of `max_dce`, and `samples` (128) that of `windows`; a
     quarter as many are fitted on.

@@ -4,6 +4,7 @@ Shapes: N windows, T tokens in each.
 """
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +62,11 @@ class HeldOut(OneLine):
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:16]
 
     @property
+    def window_fingerprints(self) -> list[str]:
+        """Tells one window from another, so that two texts can be compared window by window."""
+        return [hashlib.sha256(row.tobytes()).hexdigest()[:12] for row in self.ids.numpy()]
+
+    @property
     def n_clusters(self) -> int:
         return len(set(self.clusters.flatten().tolist()))
 
@@ -69,6 +75,12 @@ def heldout_windows(data: TokenData, block_size: int, windows: int) -> HeldOut:
     """That many windows of a whole split, spread evenly over it."""
     ids, targets = held_out(data, block_size, windows)
     return HeldOut(ids, targets, torch.arange(len(ids))[:, None].expand_as(ids).contiguous(), "windows")
+
+
+def spelt_fingerprint(text: HeldOut, decode: Callable[[Sequence[int]], str]) -> str:
+    """Tells one text from another by its characters, so that models with different tokenizers can be told to have read the same."""
+    rows = (decode([*ids, targets[-1]]) for ids, targets in zip(text.ids.tolist(), text.targets.tolist(), strict=True))
+    return hashlib.sha256("\0".join(rows).encode()).hexdigest()[:16]
 
 
 def heldout_part(data: TokenData, eot: int, block_size: int, role: Role, windows: int, split_seed: int = 0) -> HeldOut:

@@ -18,14 +18,14 @@ from twoscale.engine.cache import Cache
 from twoscale.exits import Exit, Fixed
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.heldout import HeldOut
+from twoscale.tradeoff.summary import TOGETHER
 
 REFERENCE = "full"
 REPEATS = 3  # of one token, whose median counts
-TOGETHER = 24  # points that take turns, the full run among them: each holds a cache
 
 
 def parties(names: Sequence[str]) -> list[list[str]]:
-    """The points in groups that take turns, the full run in each."""
+    """The points in groups of at most TOGETHER that take turns, the full run in each; every point holds a cache meanwhile."""
     others = [name for name in names if name != REFERENCE]
     if not others:
         return [[REFERENCE]] if names else []

@@ -102,11 +102,11 @@ def ratio_interval(
     return ratio, min(ratio, float(low)), max(ratio, float(high))
 
 
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points (cost, loss) that no other beats in both, by rising cost."""
+def pareto(points: Sequence[tuple[float, float]], tolerance: float = 0.0) -> list[int]:
+    """Places of the points (cost, loss) that no other beats in both, by rising cost; a loss is lower only by more than the tolerance."""
     front, best = [], np.inf
     for i in sorted(range(len(points)), key=lambda i: points[i]):
-        if points[i][1] < best:
+        if points[i][1] < best - tolerance:
             front.append(i)
             best = points[i][1]
     return front

@@ -1,6 +1,6 @@
 """Reads what sweeps and calibrations wrote. No torch here: the report is made from files alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,11 @@ from twoscale.tradeoff.results import by_group
 from twoscale.tradeoff.stats import pareto, ratio_interval
 
 ROUNDS = 3  # of timing; fewer tell nothing on how much times vary
+TOGETHER = 24  # points that take turns in one group of timing, the full run among them
+PRINTED = 5e-5  # nats: half of the last digit of a printed loss; a smaller difference is none
+FEWEST_OF_A_KIND = 30  # tokens; a kind with fewer is not reported
 ORACLES = ("oracle-stay", "oracle-lagrange")
+CALIBRATION_VERSION = 2  # of calibration.json; a file without a version is of an earlier one
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,6 +34,8 @@ class Sweep:
     """On a task: the setting of each rule that was certified to keep the accuracy."""
     comparisons: Sequence[dict[str, Any]] = ()
     """On a task: steps of one rule's choice minus another's."""
+    commands: Sequence[str] = ()
+    """The settings of the commands that measured it, as the command line writes them; earlier versions wrote none down."""
 
     @property
     def task(self) -> str | None:
@@ -70,9 +76,10 @@ class Sweep:
         return min(fit, key=lambda p: p["flops"], default=None)
 
     def front(self, cost: str) -> list[dict[str, Any]]:
-        """Points that none beats in both cost (`flops` or `ms`) and CE; oracles, which see the labels, are left out."""
+        """Points that none beats in both cost (`flops` or `ms`) and CE; oracles, which see the labels, are left out. A CE that is lower by
+        less than PRINTED is no lower one."""
         known = [p for p in self.points if p["family"] not in ORACLES and p.get(cost) is not None]
-        return [known[i] for i in pareto([(p[cost], p["ce"]) for p in known])]
+        return [known[i] for i in pareto([(p[cost], p["ce"]) for p in known], PRINTED)]
 
 
 def read_sweep(path: Path, mean_loops: int | None = None) -> Sweep | None:
@@ -99,9 +106,9 @@ def read_sweep(path: Path, mean_loops: int | None = None) -> Sweep | None:
         point |= {"timed_steps": sum(taken) / len(taken)} if taken else {}
     header = lines[0] if mean_loops is None else {"mean_loops": mean_loops} | lines[0]
     choices, comparisons = ([line for line in lines if line.get("kind") == kind] for kind in ("choice", "comparison"))
-    return Sweep(
-        header, list(points.values()), len({line.get("round") for line in lines if line.get("kind") == "round"}), choices, comparisons
-    )
+    commands = tuple(dict.fromkeys(str(line["settings"]) for line in lines if line.get("kind") == "command"))
+    counted = len({line.get("round") for line in lines if line.get("kind") == "round"})
+    return Sweep(header, list(points.values()), counted, choices, comparisons, commands)
 
 
 TASK_VERSION = 1
@@ -154,7 +161,18 @@ def read_calibration(path: Path) -> dict[str, Any] | None:
     found = read_json(path)
     if not isinstance(found, dict) or not {"checkpoint", "rules", "loops"} <= set(found) or not isinstance(found["rules"], list):
         raise UserError(f"{path} is no calibration: write it anew with `twoscale calibrate`")
+    if not isinstance(version := found.get("version", 1), int) or version > CALIBRATION_VERSION:
+        raise UserError(f"{path} is of version {version!r}, this program reads up to {CALIBRATION_VERSION}: calibrate again, or update")
     return found
+
+
+def settings_tested(calibration: Mapping[str, Any], path: str) -> list[dict[str, Any]] | None:
+    """The settings of a path (`calibrated`, `single` or `fixed`) that a calibration tested, in order, each with its bound and whether it
+    passed; None where the file does not say: earlier versions have the first path alone."""
+    tested = calibration.get("tested")
+    if isinstance(tested, Mapping):
+        return tested.get(path)
+    return tested if path == "calibrated" else None
 
 
 def read_calibration_of(run: Path, sweep: Sweep | None) -> dict[str, Any] | None:

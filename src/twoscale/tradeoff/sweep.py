@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from twoscale import exits
+from twoscale import __version__, exits
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write, cpu_name
 from twoscale.config.run_folder import free_name
@@ -26,6 +26,7 @@ from twoscale.tradeoff.evaluate import Evaluation, describe, evaluate, hard_toke
 from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.latency import REFERENCE, LatencyTimer, parties
 from twoscale.tradeoff.points import Point, Seen, Table, mixed_depths, same_depths
+from twoscale.tradeoff.stats import interval
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.tradeoff.token_kinds import steps_by_kind
 from twoscale.train.metrics import ProgressLine
@@ -66,6 +67,10 @@ class Sweeper:
             "mean_loops": model.config.mean_loops,
             "source": source,
         }  # written, but a file without them is the same sweep
+        if text.depth is None:
+            self.remarks["window_fingerprints"] = text.window_fingerprints
+        self.asked: str | None = None
+        """The settings as the command line writes them; each sweep that adds to the file leaves a line with them."""
         self.depths: dict[tuple[int, ...], Evaluation] = {}
         self.table: Table | None = None
         self.records: dict[str, dict[str, Any]] = {}
@@ -87,6 +92,7 @@ class Sweeper:
                 self.header
                 | self.remarks
                 | {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": cpu_name()}
+                | {"twoscale": __version__, "python": platform.python_version()}
             ]
         with atomic_write(self.path) as f:  # without the line that a kill has cut
             f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
@@ -109,6 +115,8 @@ class Sweeper:
         todo = [p for p in points if p.id not in self.records]
         if not todo and not untimed:
             return self._read()
+        if self.asked is not None and self.world.main:
+            self._write({"kind": "command", "settings": self.asked})
         line = None if self.quiet or not self.world.main else ProgressLine(0, len(todo) + self.rounds * bool(untimed), "sweep")
         seen = Seen(self.records, self._table)
         self.full = self._depth(self.loops)
@@ -205,6 +213,8 @@ class Sweeper:
         record |= describe(c, self.text, found, self.full, exit)
         if self.text.depth is not None:
             return record | depth_record(self.text, found, self.full)
+        if c.mean_loops <= self.loops:
+            record |= self._against_default(found)
         if isinstance(exit, exits.Oracle):
             depths = exit.depths if exit.depths.dim() == 3 else exit.depths[..., None].expand(*exit.depths.shape, c.n_groups)
             record["ce_table"] = float(self._table().at(depths).mean())
@@ -212,6 +222,12 @@ class Sweeper:
             kinds = steps_by_kind(self.text, found, self.spell)
             record["hard"] = hard_tokens(self.text, found, self.full, self.spell) | {"kinds": kinds}
         return record
+
+    def _against_default(self, found: Evaluation) -> dict[str, float]:
+        """CE minus that of the default depth, with a paired interval, as `dce` is against the full run."""
+        rise, clusters = (found.losses - self._depth(self.model.config.mean_loops).losses).numpy(), self.text.clusters.numpy()
+        low, high = interval(rise, clusters)
+        return {"default_dce": float(rise.mean()), "default_dce_low": low, "default_dce_high": high}
 
     def _time(self, wanted: dict[str, Exit | None], timed: set[tuple[int, str]], line: ProgressLine | None, done: int) -> None:
         """Rounds of timing, a line for each party of a round; every point is warmed up once before."""

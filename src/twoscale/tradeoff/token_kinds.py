@@ -8,9 +8,9 @@ import numpy as np
 from twoscale.tradeoff.evaluate import Evaluation
 from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.stats import interval
+from twoscale.tradeoff.summary import FEWEST_OF_A_KIND
 
 KINDS = ("first of a sentence", "name", "first of a word", "inside a word", "number", "punctuation", "space")
-FEWEST = 30  # tokens of a kind that are reported
 SENTENCE_ENDS, CLOSING = ".!?", "\"')]”’"
 
 
@@ -47,7 +47,7 @@ def steps_by_kind(text: HeldOut, evaluation: Evaluation, spell: Callable[[int], 
     spelling = {i: spell(i) for i in np.unique(text.ids.numpy()).tolist()}
     kinds = np.array([kinds_of(spelling[i] for i in row) for row in text.ids.tolist()])  # (N, T)
     steps, clusters = evaluation.steps.double().mean(dim=-1).numpy(), text.clusters.numpy()
-    rows = [_row(kind, steps[kinds == kind], clusters[kinds == kind]) for kind in KINDS if (kinds == kind).sum() >= FEWEST]
+    rows = [_row(kind, steps[kinds == kind], clusters[kinds == kind]) for kind in KINDS if (kinds == kind).sum() >= FEWEST_OF_A_KIND]
     return sorted(rows, key=lambda row: -float(row["steps"]))
 
 
