@@ -76,6 +76,8 @@ def test_controls(letter: str, passes: dict[str, Any]) -> None:
     worse = claim(letter, a_record(step=0), a_record(**untrained))
     assert worse.outcome == "refuted" and worse.measured.endswith(". Control: before training the rule says confirmed")
     assert "Control" not in claim(letter, a_record(step=10), a_record()).measured, "not measured before training"
+    elsewhere = claim(letter, a_record(step=0, source="text of its own"), a_record(source="builtin")).measured
+    assert elsewhere.endswith(". The two were measured on different held-out text (text of its own; builtin)"), "a control says so, too"
 
 
 @pytest.mark.parametrize(
@@ -188,21 +190,37 @@ def test_verdicts_and_printed_numbers_agree() -> None:
 
 
 def test_claim_f() -> None:
-    """KL keeps CE but is slower: 1.1 times the fixed depths' line or more at flat CE confirms, below 1.02 or a rise refutes."""
-    name, line = "kl:0.001", 100 + 500 * 14 / 29  # what 15 steps take without a rule
-    slow = {share: ((share * line, 1.2 * line, 1.3 * line), 15.0, 0.001) for share in (1.11, 1.09)}
-    assert exit_claim("f").outcome == "confirmed" and "times what 15.0 steps take without a rule" in exit_claim("f").measured
+    """KL keeps CE but is slower: 1.1 times what the fixed depths beside it take or more at flat CE confirms, below 1.02 or a rise refutes;
+    the intervals of all three points count."""
+    name, share = "kl:0.001", 14 / 29  # what 15 steps take without a rule lies between 1 step and all 30
+    line, least, most = (a + share * (b - a) for a, b in ((100.0, 600.0), (98.0, 590.0), (102.0, 610.0)))
+    slow = {times: ((times * most, 1.2 * line, 1.3 * line), 15.0, 0.001) for times in (1.11, 1.09)}
+    assert exit_claim("f").outcome == "confirmed"
+    assert "times what 15.0 steps take without a rule, interpolated between fixed:1 and all 30 loops (its looks" in exit_claim("f").measured
     assert "that cause is not tested here" in exit_claim("f").text and exit_claim("f").rule.endswith("is not part of the rule.")
     looks = exit_claim("f", looks=0.1).measured
     assert "(its looks, which read the head after each step, are 10 % of its FLOPs)" in looks
     assert exit_claim("f", **{name: slow[1.11]}).outcome == "confirmed" and exit_claim("f", **{name: slow[1.09]}).outcome == "undecided"
     for high, outcome in ((1.01, "refuted"), (1.03, "undecided")):
-        assert exit_claim("f", **{name: ((0.9 * line, 0.95 * line, high * line), 15.0, 0.001)}).outcome == outcome
+        assert exit_claim("f", **{name: ((0.9 * line, 0.95 * line, high * least), 15.0, 0.001)}).outcome == outcome
     for dce, outcome in ((0.0089, "confirmed"), (0.0095, "undecided"), (0.0105, "undecided"), (0.0115, "refuted")):
         found = exit_claim("f", **{"kl:0.01": ((490.0, 500.0, 510.0), 12.0, dce)})
         assert found.outcome == outcome and "at tau = 0.01" in found.measured, dce
     assert exit_claim("f", rounds=2).outcome == "undecided"
     assert exit_claim("f", **{"kl:0.01": None}).measured.startswith("not measured")
+
+
+def test_claim_f_compares_with_the_neighbours() -> None:
+    """What as many steps take is interpolated between the nearest fixed depths, not drawn from far ones, and their intervals widen the
+    ratio's; where a side has none nothing is compared."""
+    near = {"fixed:14": ((180.0, 200.0, 220.0), 14.0, 0.0), "fixed:16": ((230.0, 250.0, 270.0), 16.0, 0.0)}
+    found = exit_claim("f", **near)
+    assert found.measured.startswith(f"{600 / 225:.2f} [{590 / 245:.2f}, {610 / 205:.2f}] times what 15.0 steps take without a rule, ")
+    assert "interpolated between fixed:14 and fixed:16" in found.measured and "both intervals included" in found.rule
+    same = exit_claim("f", **near, **{"fixed:15": ((290.0, 300.0, 310.0), 15.0, 0.0)})
+    assert same.measured.startswith("2.00 [1.90, 2.10] times what 15.0 steps take without a rule, as fixed:15 (")
+    bare = exit_claim("f", **{"fixed:1": None})
+    assert bare.outcome == "undecided" and bare.measured == "not measured: no fixed depths on both sides of 15.0 steps"
 
 
 def test_claim_g() -> None:

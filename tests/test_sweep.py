@@ -332,7 +332,7 @@ def test_page(swept: Path) -> None:
     assert page.count(measured_on) == 6 and "corpus.txt" in measured_on, (
         "the five figures of the sweep and the recommendation name their text"
     )
-    assert "These losses are of different tokens" in page and "the default of 3 loops" in page
+    assert "Losses are to be compared only where they are of the same tokens" in page and "the default of 3 loops" in page
 
 
 def test_eval(swept: Path, cli: CommandLine) -> None:

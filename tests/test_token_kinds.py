@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from twoscale.report.kind_figures import kind_words
+from constructed import a_point, a_sweep
+from twoscale.report.kind_figures import kind_sentences, kind_words
 from twoscale.tradeoff.evaluate import Evaluation
 from twoscale.tradeoff.heldout import HeldOut
-from twoscale.tradeoff.token_kinds import FEWEST, KINDS, kinds_of, steps_by_kind
+from twoscale.tradeoff.summary import FEWEST_OF_A_KIND
+from twoscale.tradeoff.token_kinds import KINDS, kinds_of, steps_by_kind
 
 
 @pytest.mark.parametrize(
@@ -33,15 +35,31 @@ def test_steps_by_kind() -> None:
     steps = torch.stack((1 + ids, 1 + 3 * ids), dim=-1)
     text = HeldOut(ids, ids, torch.arange(3)[:, None].expand_as(ids).contiguous(), "documents")
     found = {row["kind"]: row for row in steps_by_kind(text, Evaluation(torch.zeros(ids.shape), steps, ids), words.__getitem__)}
-    assert "number" not in found and len(ids[ids == 3]) < FEWEST  # type: ignore[arg-type]
+    assert "number" not in found and len(ids[ids == 3]) < FEWEST_OF_A_KIND  # type: ignore[arg-type]
     by_hand = {"name": 5.0, "punctuation": 3.0, "first of a sentence": 1.0, "first of a word": 1.0}
     assert {kind: row["steps"] for kind, row in found.items()} == by_hand
     assert sum(row["tokens"] for row in found.values()) == ids.numel() - 1
     assert all(row["low"] == row["steps"] == row["high"] for row in found.values())
 
 
+def test_a_sentence_for_each_rule() -> None:
+    """Every rule that is drawn has its sentence, and the tokens of kinds that are left out are counted."""
+    rows = [
+        {"kind": "name", "tokens": 4000, "steps": 5.0, "low": 4.5, "high": 5.5},
+        {"kind": "space", "tokens": 2120, "steps": 4.0, "low": 3.6, "high": 4.4},
+    ]
+    steps = [a_point(f"{rule}:0.1", None, 4.0, hard={"kinds": kinds}) for rule, kinds in (("kl", rows), ("step-norm", rows[::-1]))]
+    words = kind_sentences(a_sweep(*steps))
+    assert words.startswith("kl:0.1: most steps name (5.00") and " step-norm:0.1: " in words
+    assert words.endswith("Kinds with fewer than 30 tokens are left out (24 tokens).") and "left out" not in kind_sentences(
+        a_sweep(*steps, tokens=6120)
+    )
+
+
 def test_words() -> None:
-    """The sentence names two kinds only where their intervals lie apart."""
+    """The sentence names two kinds only where their intervals lie apart, and any two that do, not the ends alone."""
     rows = [{"kind": "name", "steps": 5.0, "low": 4.5, "high": 5.5}, {"kind": "space", "steps": 4.0, "low": 3.6, "high": 4.4}]
     assert kind_words(rows, "kl:0.1") == "kl:0.1: most steps name (5.00 [4.50, 5.50]), fewest space (4.00 [3.60, 4.40])"
+    wide = {"kind": "number", "steps": 5.2, "low": 3.0, "high": 7.0}
+    assert kind_words([wide, *rows], "kl:0.1") == "kl:0.1: name (5.00 [4.50, 5.50]) takes more steps than space (4.00 [3.60, 4.40])"
     assert kind_words([rows[0], rows[1] | {"high": 4.5}], "kl:0.1") == "kl:0.1: no kind of token is shown to take more steps than another"

@@ -8,11 +8,24 @@ import pytest
 
 from constructed import HEADER, a_calibration, a_setting, a_sweep, an_old_calibration, apart
 from twoscale.cli.calibrate import describe
+from twoscale.config import UserError
 from twoscale.config.words import all_loops, group_label, group_list, plural, text_words
 from twoscale.report.advice import recommend
-from twoscale.report.words import against_default, calibration_sentences, change, losses_note, mean_steps, side, signed, sweep_text
+from twoscale.report.words import (
+    against_default,
+    calibration_sentences,
+    change,
+    confidence,
+    losses_note,
+    mean_steps,
+    other_text,
+    part_words,
+    side,
+    signed,
+    sweep_text,
+)
 from twoscale.tradeoff.calibrate import certified_words
-from twoscale.tradeoff.summary import read_calibration, read_sweep
+from twoscale.tradeoff.summary import CALIBRATION_VERSION, read_calibration, read_sweep, settings_tested
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -59,11 +72,44 @@ def test_losses_of_different_text() -> None:
     """Where a page shows losses of several texts it says which are of which; with one there is nothing to say."""
     evaluation = {"tokens": 8192, "windows": 64}
     note = losses_note(evaluation, HEADER | {"source": "builtin"}, a_calibration())
-    assert note.startswith("These losses are of different tokens and are not to be compared") and "8,192 tokens (64 windows) spread" in note
+    assert note.startswith(
+        "Losses are to be compared only where they are of the same tokens. Here the loss by loops is of 8,192 tokens (64 "
+    )
     assert "6,144 tokens (23 pieces of documents) from the report part of the held-out text of builtin" in note and "900 tokens (11" in note
-    assert note.endswith("The report part is one set of documents: the sweep reads 6,144 tokens of it, the calibration 800 tokens.")
-    assert "one set of documents" not in losses_note(evaluation, HEADER, None)
+    assert note.endswith("The loss by loops is of windows spread over all documents, so it may share text with the others.")
+    assert "calibration" not in losses_note(evaluation, HEADER, None) and "spread over" not in losses_note(None, HEADER, a_calibration())
     assert losses_note(evaluation, None, None) == "" == losses_note(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("swept", "calibrated", "words"),
+    [
+        ("ae", "abcde", "The sweep's 2 windows are all among the 5 windows of the report part that the calibration reads."),
+        ("a", "ab", "The sweep's 1 window is among the 2 windows of the report part that the calibration reads."),
+        ("abc", "bc", "The 2 windows of the report part that the calibration reads are all among the sweep's 3 windows."),
+        ("ab", "ba", "The sweep and the calibration read the same 2 windows of the report part."),
+        ("abc", "cd", "Of the sweep's 3 windows of the report part 1 is among the 2 windows that the calibration reads."),
+        ("ab", "cd", "Of the report part the sweep reads 2 windows and the calibration 2 windows; they share none."),
+        ("ab", None, "whether they share windows is not recorded (a file is of an earlier version)."),
+        (None, "ab", "whether they share windows is not recorded"),
+    ],
+)
+def test_which_text_is_a_part_of_which(swept: str | None, calibrated: str | None, words: str) -> None:
+    """Whether the sweep's windows are among the calibration's follows from the windows' fingerprints, and is open where a file has none."""
+    header = HEADER if swept is None else HEADER | {"window_fingerprints": list(swept)}
+    found = a_calibration() if calibrated is None else a_calibration(window_fingerprints={"report": list(calibrated)})
+    assert words in losses_note(None, header, found)
+
+
+def test_units_of_each_part() -> None:
+    """A part is counted in its own unit, documents or what takes their place; earlier versions have one unit for all parts."""
+    mixed = a_calibration(by={"fit": "windows", "certify": "documents", "report": "pieces"})
+    assert "900 tokens (11 documents) from the certify part" in calibration_sentences(mixed, 12)[0]
+    assert "800 tokens (10 pieces of documents) from the report part" in calibration_sentences(mixed, 12)[1]
+    assert part_words(mixed, "fit") == "the fit part (300 tokens, 4 windows)" and part_words(an_old_calibration(None), "report").endswith(
+        "10 documents)"
+    )
+    assert (other_text(mixed), other_text(a_calibration(by="windows"))) == ("other documents", "other text")
 
 
 # -- counts and groups -------------------------------------------------------------------------------------------
@@ -144,11 +190,15 @@ def test_calibration_says_what_it_could_not_certify() -> None:
         and "all loops take more (+0.410" in none
         and "150 % more steps than the default of 12 loops" in none
     )
+    assert "dCE" not in none.split("which neither")[1].split(".")[0], "all loops beside themselves"
     assert printed(bound=float("inf")).startswith("No bound can be given: 900 tokens (11 documents) from the certify part")
     assert printed().startswith(
         "Certified on 900 tokens (11 documents) from the certify part of the held-out text of builtin: the loss lies no more than "
     )
-    assert "than 0.0031 nats a token above the loss at 30 loops (confidence 95 %)." in printed() and "over all" not in printed()
+    assert (
+        "than 0.0031 nats a token above the loss at 30 loops (confidence 95 % for all that was certified together)." in printed()
+        and "over all" not in printed()
+    )
     assert "On 800 tokens (10 documents) from the report part of the held-out text of builtin, which neither" in printed()
 
 
@@ -176,10 +226,21 @@ def test_older_calibrations() -> None:
     assert "no paired interval was recorded" in " ".join(calibration_sentences(old, None)), "older files have none of losses"
 
 
-def test_the_bundled_calibration() -> None:
-    """The file in the package is of an older version; it is read, and what is said of it follows from its own interval."""
-    found = read_calibration(Path(__file__).parent.parent / "src" / "twoscale" / "bundled" / "calibration.json")
-    assert found is not None
+def test_a_confidence_says_of_what() -> None:
+    """Where the chance of error was shared between the paths the confidence is that of all of them; before it was of each by itself; a
+    bound of a speed is the only one."""
+    assert confidence(a_calibration()) == "confidence 95 % for all that was certified together"
+    assert confidence(an_old_calibration(None)) == "confidence 95 % for each setting by itself"
+    assert confidence(a_calibration(goal={"ms": 2.0}, delta=0.1)) == "confidence 90 %"
+
+
+def test_an_earlier_file() -> None:
+    """A file of an earlier version is read, and what is said of it follows from its own interval; a newer one is refused in a line."""
+    path = Path(__file__).parent / "golden" / "calibration-1.json"
+    found = read_calibration(path)
+    assert found is not None and "version" not in found
+    assert len(settings_tested(found, "calibrated") or ()) == 9 and settings_tested(found, "fixed") is None
+    assert settings_tested(a_calibration(), "fixed")[-1] == {"rule": "fixed:4", "bound": 0.0062, "passed": False}  # type: ignore[index]
     words = " ".join(calibration_sentences(found, 12))
     assert "On 6,144 tokens (23 pieces of documents) from the report part of the held-out text, which neither" in words
     assert (
@@ -188,6 +249,13 @@ def test_the_bundled_calibration() -> None:
     assert describe(found).startswith(
         "bundled, acceleration, at most 30 loops, asked: max-dce 0.005\n  group 1: acceleration:20.55, 3.00 steps on"
     )
+
+
+def test_a_newer_calibration(tmp_path: Path) -> None:
+    """A calibration of a later version is refused in one line."""
+    (tmp_path / "calibration.json").write_text(json.dumps(a_calibration(version=CALIBRATION_VERSION + 1)))
+    with pytest.raises(UserError, match="is of version 3, this program reads up to 2"):
+        read_calibration(tmp_path / "calibration.json")
 
 
 def test_an_older_sweep(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from twoscale.cli.parse import parse
 from twoscale.cli.sweep import SweepArgs, table as sweep_lines
 from twoscale.config import presets
 from twoscale.report.load import RunFiles
-from twoscale.report.overview import advice_of, missing, missing_html, picture, shipped_words
-from twoscale.report.page import TAUS, about_run, commands, glossary
+from twoscale.report.overview import advice_of, card, missing, missing_html, picture, shipped_words, why_not_of
+from twoscale.report.page import TAUS, about_run, commands, comparison_words, figure_html, glossary, measured_with, setup_section, units_of
 from twoscale.report.registry import FIGURES
 from twoscale.report.tables import evaluation_table, samples_section, sweep_table
-from twoscale.tradeoff.points import TAUS as POINT_TAUS
+from twoscale.tradeoff.commands import sweep_settings
+from twoscale.tradeoff.latency import parties
+from twoscale.tradeoff.points import RULES, TAUS as POINT_TAUS
 from twoscale.train.trainer import progress_summary
 
 FIGURE = {entry.name: entry for entry in FIGURES}
@@ -33,7 +35,11 @@ def test_tables_name_their_text() -> None:
     """Captions of losses say on which text they were measured, and dCE against which depth."""
     page = sweep_table(a_sweep(source="<b>"))
     assert "step-1, 6,144 tokens (23 pieces of documents) from the report part of the held-out text of &lt;b&gt;; at most 30 loops" in page
-    assert "dCE against all 30 loops (the full run). ms a token: time divided by the full run&#x27;s in the same rounds, times the" in page
+    assert "dCE against all 30 loops (the full run), intervals over pieces of documents. ms a token is relative to the full run: " in page
+    row = page.partition("<td>full run</td>")[2].partition("</tr>")[0]
+    assert row.count("<td class='n'>reference</td>") == 2 and "…" not in row, (
+        "the full run, which others are compared with, has no interval"
+    )
     assert "median over 3 rounds of timing" in page and "median over 1 round of timing" in sweep_table(a_sweep(rounds=1))
     assert "<td>full run</td><td>all 30 loops</td>" in page and "<td>fixed:12 (the default depth)</td>" in page
     assert "+-0" not in page and "-0.0000" not in sweep_table(a_sweep(a_point("kl:1", None, 3.0, -1e-6)))
@@ -107,9 +113,11 @@ def test_captions() -> None:
     assert (
         "over the traced steps from k = 1 on (`k ≥ 1`" in words["drift_to_loop"] and "over all of them (`all k`" in words["drift_to_loop"]
     )
-    assert (
-        "ms a token is a setting's time divided by the full run's in the same rounds, times the full run's median" in words["against_tau"]
-    )
+    timed = words["against_tau"]
+    assert "Settings are timed in groups of up to 23, one group after the other; those of a group take turns with each other and" in timed
+    assert "Times are relative to the full run: ms a token is a setting's time divided by the full run's in its own group and the" in timed
+    assert [len(party) for party in parties([str(i) for i in range(50)])] == [24, 24, 5], "with the full run in each"
+    assert not any("over documents" in caption for caption in words.values()), "the unit is the run's own"
 
 
 def test_glossary() -> None:
@@ -128,6 +136,9 @@ def test_glossary() -> None:
         assert word in page, word
     for word in ("builtin", "fixed:4 takes 4 loops", "certified", "times the full run's median", "loop group", "Pareto front"):
         assert word in " ".join(page.split()), word
+    assert "its 95 % interval over pieces of documents or windows, as the text beside it says." in glossary(
+        True, units=["pieces of documents", "windows"]
+    ) and "its 95 % interval over windows." in glossary(True, units=["windows"])
     plain = glossary(swept=False)
     assert "dCE" not in plain and "loop group" in plain and "nats" in plain
 
@@ -168,6 +179,10 @@ def test_commands_on_the_page() -> None:
     assert (given.windows, given.rounds, given.controller) == (3, 3, False) and given.taus == tuple(TAUS) == POINT_TAUS
     assert parse(CalibrateArgs, calibrate.split()[2:], "twoscale calibrate").windows == 9
     learned = a_point("learned:0.1", None, 3.0, setting=0.1)
+    told = replace(swept, commands=("--loops 30 --windows 3 --rounds 3 --few", "--rules cosine --loops 30 --windows 3 --rounds 3"))
+    assert commands(a_run(sweep=told))[1:] == [f"twoscale sweep runs/one {settings}" for settings in told.commands], "as recorded"
+    assert sweep_settings(RULES, POINT_TAUS, 30, 3, 3, False, True) == "--loops 30 --windows 3 --rounds 3 --no-controller --few"
+    assert sweep_settings(("kl",), (0.5,), 30, 3, 3, True, False) == "--rules kl --taus 0.5 --loops 30 --windows 3 --rounds 3"
     other = commands(a_run(sweep=a_sweep(a_point("entropy:0.5", None, 3.0, setting=0.5), learned, asked_windows=20)))[-1]
     assert other == "twoscale sweep runs/one --rules entropy --taus 0.5 --loops 30 --windows 20 --rounds 3"
     assert parse(SweepArgs, other.split()[2:], "twoscale sweep").rules == ("entropy",)
@@ -188,6 +203,69 @@ def test_samples_section() -> None:
     assert "Every token took 2.5 steps" in samples_section(found, None) and "ramp" not in samples_section(found, None)
 
 
+def test_what_it_was_measured_with() -> None:
+    """The set-up tells the points, versions and machine that the file records apart from what the page was made with."""
+    head = {"machine": "x86_64", "torch": "2.0", "threads": 2, "cpu": "A CPU"}
+    old = measured_with(a_run(sweep=a_sweep(**head)))
+    assert old == (
+        "The sweep has 2 points, measured with torch 2.0, 2 threads, x86_64 (A CPU); the version of twoscale was not recorded; the command "
+        "of the sweep is read from its points, this version may measure others."
+    )
+    new = measured_with(a_run(sweep=replace(a_sweep(**head, twoscale="0.1", python="3.11"), commands=("--loops 30",))))
+    assert new == "The sweep has 2 points, measured with twoscale 0.1, Python 3.11, torch 2.0, 2 threads, x86_64 (A CPU)."
+    page = setup_section(a_run(sweep=a_sweep(**head)))
+    assert "This page was made with twoscale " in page and "not what it was trained on" not in page and measured_with(a_run()) == ""
+    assert "<code>data</code> is the text that it is measured on, not what it was trained on" in setup_section(a_run(converted=True))
+
+
+# -- several models ----------------------------------------------------------------------------------------------
+
+
+def evaluated(text: str | None, size: int = 900) -> dict[str, Any]:
+    known = {} if text is None else {"text": text}
+    return {"tokens": 400, "windows": 4, "bytes": size, "source": "builtin", **known}
+
+
+def test_what_may_be_compared_between_models(tmp_path: Path) -> None:
+    """Losses of two models are comparable only on the same text, a token only with the same tokenizer, times never."""
+
+    def words(a: dict[str, Any] | None, b: dict[str, Any] | None, tokenizers: tuple[str, str] = ("x", "x"), swept: bool = True) -> str:
+        runs = []
+        for name, evaluation, tokenizer in (("one", a, tokenizers[0]), ("two", b, tokenizers[1])):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "tokenizer.json").write_text(tokenizer)
+            run = a_run(sweep=a_sweep() if swept else None)
+            runs.append(replace(run, folder=tmp_path / name, evaluation=evaluation, config=replace(run.config, name=name)))
+        return comparison_words(runs)
+
+    different = words(evaluated("p", 900), evaluated("q", 200), ("x", "y"))
+    assert different == (
+        "Nothing is to be compared between the models: they were measured on different text (one on 400 tokens (4 windows) spread over all "
+        "held-out text of builtin, two on 400 tokens (4 windows) spread over all held-out text of builtin), and their tokenizers differ, "
+        "and each model was timed in a session of its own."
+    )
+    assert "bits per byte" not in different and "tokenizers" not in words(evaluated("p"), evaluated("q"))
+    assert words(evaluated(None), evaluated(None)).startswith(
+        "Nothing is to be compared between the models: it is not recorded that they were measured on the same text (one on"
+    )
+    assert words(None, None, swept=False).endswith("it is not recorded that they were measured on the same text.")
+    same = words(evaluated("p"), evaluated("p"))
+    assert same == (
+        "The loss by loops of the models is of the same text (900 bytes of builtin) and may be compared between them. Nothing else may: "
+        "other losses are of other tokens, and each model was timed in a session of its own."
+    )
+    assert "between them in bits per byte (not a token: the tokenizers differ). Nothing else" in words(
+        evaluated("p"), evaluated("p"), ("x", "y")
+    )
+    assert "session" not in words(evaluated("p"), evaluated("p"), swept=False) and comparison_words([a_run()]) == ""
+
+
+def test_units_of_a_page() -> None:
+    """The glossary names the units of all intervals on the page, of sweeps and calibrations."""
+    runs = [a_run(sweep=a_sweep(), calibration=a_calibration()), a_run(sweep=a_sweep(by="windows")), a_run()]
+    assert units_of(runs) == ["pieces of documents", "windows", "documents"]
+
+
 # -- the first screen --------------------------------------------------------------------------------------------
 
 
@@ -200,6 +278,32 @@ def test_what_is_missing_and_how_to_make_it() -> None:
     swept = a_run(sweep=a_sweep(), calibration=a_calibration())
     assert [command for _, command in missing(swept)] == ["twoscale trace runs/one"] and advice_of(swept).startswith("Use ")
     assert "<code>twoscale trace runs/one</code>" in missing_html(swept) and "twoscale sweep" not in missing_html(swept)
+    rows = [{"kind": kind, "tokens": 40, "steps": 3.0, "low": 3.0, "high": 3.0} for kind in ("name", "space")]
+    for hard, command in (
+        ({}, "mv runs/one/sweep.jsonl runs/one/sweep-old.jsonl; twoscale sweep runs/one"),
+        ({"kinds": rows[:1]}, "twoscale sweep runs/one --windows 80"),
+        ({"kinds": rows}, None),
+    ):
+        run = a_run(sweep=a_sweep(a_point("kl:1", (3.0, 3.1, 3.2), 3.0, hard=hard)), calibration=a_calibration())
+        found = dict(missing(run)).get("which kinds of tokens take longest")
+        assert found == command, "a file of an earlier version, too few tokens, and all there"
+
+
+def test_the_first_screen_names_its_text() -> None:
+    """The picture names the sweep's text, the sentence the calibration's: the same name may have two values, of two texts."""
+    run = a_run(sweep=a_sweep(a_point("fixed:5", (4.9, 5.0, 5.1), 5.0, setting=5.0)), calibration=a_calibration(rules=[None]))
+    title, figure = picture(run)  # type: ignore[misc]
+    assert title == (
+        "Loss against time, measured on 6,144 tokens (23 pieces of documents) from the report part of the held-out text. Lower and further "
+        "left is better; oracles see the labels."
+    )
+    assert "on other documents (800 tokens of the report part) the difference was +0.0010" in advice_of(run)
+    (reference,) = (text for trace in figure.data if trace.name == "full run" for text in trace.text)
+    assert reference == "all 30 loops: 30.00 steps, dCE 0 (the reference)"
+    better = a_run(
+        sweep=a_sweep(a_point("fixed:4", (3.0, 4.0, 5.0), 4.0, -0.01, setting=4.0), *run.sweep.points[2:]), calibration=run.calibration
+    )  # type: ignore[union-attr]
+    assert "In the picture fixed:4 lies lower and further left than fixed:5" in card(better, [], "", "") and why_not_of(run) == ""
 
 
 def test_measurements_that_came_along() -> None:
@@ -215,6 +319,8 @@ def test_one_colour_is_a_sentence() -> None:
     one = {"verdicts": [[0, 0], [0, 0]], "verdict_names": ["settling", "drifting"], "tokens": ["a", "b"]}
     run = a_run()
     assert "All 2 tokens of the sequence are settling in every group" in entry.instead(replace(run, sequence=one))
+    page = figure_html(entry, replace(run, sequence=one), [], "figures", "")
+    assert "no map to draw." in page and "href" not in page and "print" not in page, "and there is no file to link"
     assert entry.instead(replace(run, sequence=one | {"verdicts": [[0, 0], [0, 1]]})) == ""
 
 

@@ -81,7 +81,7 @@ def table(sweep: "Sweep") -> str:
     ]
     for p in sweep.points:
         ms = f"{p['ms']:.2f}" if p.get("ms") is not None else "-"
-        between = f"{signed(p['dce_low'])} {signed(p['dce_high'])}"
+        between = f"{signed(p['dce_low'])} {signed(p['dce_high'])}" if p["family"] != "full" else "reference"
         cost = f"{p['agree']:6.1%}{p['flops'] / 1e6:8.2f}{ms:>8}"
         lines.append(f"{(p['label'] or p['id'])[:33]:<34}{p['mean_steps']:7.2f}{p['ce']:9.4f}{signed(p['dce']):>9}  {between:<19}{cost}")
     for family in dict.fromkeys(p["family"] for p in sweep.points if "hard" in p):

@@ -7,7 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from twoscale.config.words import MARGIN, UNITS, all_loops, plural
-from twoscale.report.words import beside_limit, calibration_sentences, calibration_text, change, confidence, default_depth, rise, sweep_text
+from twoscale.report.why_not import alone_words, beside_the_pick
+from twoscale.report.words import (
+    beside_limit,
+    between,
+    calibration_sentences,
+    change,
+    change_between,
+    confidence,
+    cost_words,
+    default_depth,
+    other_text,
+    part_words,
+    rise,
+    sweep_text,
+)
 from twoscale.tradeoff.choice import (
     FIXED,
     FLAT,
@@ -28,14 +42,6 @@ ROUGH = 8  # documents (or pieces, or windows), or rounds of timing; an interval
 # -- costs -------------------------------------------------------------------------------------------------------
 
 
-def cost_words(point: Point, cost: str) -> str:
-    """`3.10 [3.04, 3.17] ms a token` or `12.31 MFLOP a token`."""
-    if cost == "ms":
-        digits = 2 if point["ms"] < 10 else 1
-        return f"{point['ms']:.{digits}f} [{point['ms_low']:.{digits}f}, {point['ms_high']:.{digits}f}] ms a token"
-    return f"{point['flops'] / 1e6:.2f} MFLOP a token"
-
-
 def baseline(sweep: Sweep) -> tuple[Point, str]:
     """The point that savings are quoted against, and its name: the default depth, or the full run where the sweep has no point there."""
     point, loops, default = default_point(sweep), sweep.header["loops"], sweep.header.get("mean_loops")
@@ -52,9 +58,9 @@ def saving(point: Point, base: Point, against: str, cost: str) -> str:
     if point is base:
         return f"{described} ({against})"
     less, more = below(point, base, cost), below(base, point, cost)
-    words, what = change(point[cost], base[cost]) if less or more else "", "time" if cost == "ms" else "FLOPs"
+    words, what = change_between(point, base, cost) if less or more else "", "time" if cost == "ms" else "FLOPs"
     if words:
-        return f"{described} ({words} {what} than {against}: {cost_words(base, cost)})"
+        return f"{described} ({words} than {against}: {cost_words(base, cost)})"
     counted = cost == "ms" and (below(point, base, "flops") or below(base, point, "flops"))
     work = f"; {change(point['flops'], base['flops'], 'fewer')} FLOPs" if counted else ""
     return f"{described} (no measurable difference in {what} from {against}: {cost_words(base, cost)}{work})"
@@ -94,24 +100,52 @@ def in_a_sentence(sweep: Sweep, calibration: Mapping[str, Any] | None = None) ->
     if pick is base:
         kept = "was certified to the same limit" if choice.certified else f"keeps CE within {FLAT} nats by its whole interval"
         saved = f"it is {against}, and nothing that {kept} costs {'less time' if cost == 'ms' else 'fewer FLOPs'}"
-    elif (below(pick, base, cost) or below(base, pick, cost)) and (words := change(pick[cost], base[cost])):
-        saved = f"{words} {what} than {against} ({cost_words(pick, cost)} against {cost_words(base, cost)})"
+    elif (below(pick, base, cost) or below(base, pick, cost)) and (words := change_between(pick, base, cost)):
+        saved = f"{words} than {against} ({cost_words(pick, cost)} against {cost_words(base, cost)})"
     else:
         saved = f"no measurable difference in {what} from {against}"
         if cost == "ms" and (below(pick, base, "flops") or below(base, pick, "flops")):
             saved += f", {change(pick['flops'], base['flops'], 'fewer')} FLOPs"
-    return f"Use {_asked(pick, loops)}: {saved}{_cost_in_loss(pick, choice, calibration, loops)}."
+    return f"Use {_asked(pick, loops)}: {saved}{_cost_in_loss(sweep, choice, calibration)}."
 
 
-def _cost_in_loss(pick: Point, choice: Choice, calibration: Mapping[str, Any] | None, loops: int) -> str:
-    """What a setting costs in loss: certified, with what other text says of it, or measured on the text it was chosen on."""
+def why_not_others(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> str:
+    """For the top of a page: the setting of the picture that looks better than the recommended one, and why it is not; or nothing."""
+    choice = choose(sweep, calibration)
+    return "" if choice is None else beside_the_pick(sweep, calibration if choice.certified else None, choice)
+
+
+def _cost_in_loss(sweep: Sweep, choice: Choice, calibration: Mapping[str, Any] | None) -> str:
+    """What a setting costs in loss, against the full run and where it was measured against the default depth: certified, with what other
+    documents say of it, or measured on the text it was chosen on."""
+    pick, loops = choice.pick, sweep.header["loops"]
     if pick["family"] == "full":
         return ""
     if not choice.certified or calibration is None:
-        return f"; the loss changes by {rise(pick)} nats against {all_loops(loops)} (on the text it was chosen on, not certified)"
+        where = f"on the {plural(sweep.header['tokens'], 'token')} that it was chosen on; not certified"
+        return f"; the loss changes by {rise(pick)} nats against {all_loops(loops)}{_beside_default(sweep, pick, None)} ({where})"
     limit, found = calibration["goal"]["max_dce"], _reported(pick, calibration)
     bound = f"; the loss is certified to lie no more than {limit:g} nats above that of {all_loops(loops)}"
-    return bound if found is None else f"{bound}, on other text it is {rise(found)} ({beside_limit(found, limit, 'the limit')})"
+    if found is None:
+        return bound
+    measured = f"{between(found, 'dce')} nats, {beside_limit(found, limit, 'the limit')}{_beside_default(sweep, pick, calibration)}"
+    where = f"{other_text(calibration)} ({plural(calibration['tokens']['report'], 'token')} of the report part)"
+    return f"{bound}; on {where} the difference was {measured}"
+
+
+def _beside_default(sweep: Sweep, pick: Point, calibration: Mapping[str, Any] | None) -> str:
+    """The loss against the default depth, on the sweep's text or on a calibration's report part; empty where it was not measured, or the
+    default depth is the setting itself or the full run, which the loss is compared with anyway."""
+    default = sweep.header.get("mean_loops")
+    if default in (None, sweep.header["loops"]) or pick["id"] == f"fixed:{default}":
+        return ""
+    if calibration is None:
+        found = between(pick, "default_dce") if "default_dce" in pick else ""
+    elif pick["family"] == "calibrated":
+        found = between(d, "ce") if (d := calibration["report"].get("differences", {}).get("default")) else ""
+    else:
+        found = between(d, "ce") if (d := calibration["report"].get("fixed", {}).get("against_default")) else ""
+    return f", and {found} against {default_depth(default)}" if found else ""
 
 
 def _asked(point: Point, loops: int) -> str:
@@ -140,7 +174,7 @@ def _measured(sweep: Sweep) -> str:
 
 def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice) -> tuple[str, list[str]]:
     """The recommendation on the sweep's text alone."""
-    described = {id(p): _described(sweep, p, p, sweep.header["tokens"]) for p in (choice.pick, choice.fixed, choice.rule) if p is not None}
+    described = {id(p): _on_the_sweep(sweep, p) for p in (choice.pick, choice.fixed, choice.rule) if p is not None}
     words = [
         f"For this model use {described[id(choice.pick)]}. Compared are settings whose CE rises by no more than {FLAT} nats on the sweep's "
         f"text, by the whole interval.",
@@ -156,9 +190,11 @@ def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Ch
 
 def _certified_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> tuple[str, list[str]]:
     """The recommendation among what a calibration certified, and why the sweep alone may choose otherwise."""
-    loops, tokens, limit = sweep.header["loops"], calibration["tokens"]["report"], calibration["goal"]["max_dce"]
+    loops, limit = sweep.header["loops"], calibration["goal"]["max_dce"]
     described = {
-        id(p): _described(sweep, p, _reported(p, calibration), tokens) for p in (choice.pick, choice.fixed, choice.rule) if p is not None
+        id(p): _described(sweep, p, _reported(p, calibration), part_words(calibration, "report"), _beside_default(sweep, p, calibration))
+        for p in (choice.pick, choice.fixed, choice.rule)
+        if p is not None
     }
     bound = (
         f"the loss lies no more than {limit:g} nats a token above the loss at {plural(loops, 'loop')} ({confidence(calibration)})"
@@ -166,9 +202,13 @@ def _certified_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choic
         else "it is the full run itself"
     )
     found = _reported(choice.pick, calibration) if choice.pick["family"] != "full" else None
-    check = f" On the {plural(tokens, 'token')} of other documents its dCE is {beside_limit(found, limit, 'that limit')}." if found else ""
+    check = (
+        f" On the report part, which is {other_text(calibration)}, its dCE is {beside_limit(found, limit, 'that limit')}." if found else ""
+    )
+    source = f" of the held-out text of {calibration['source']}" if calibration.get("source") else ""
+    certify = f"{part_words(calibration, 'certify')}{source}"
     words = [
-        f"For this model use {described[id(choice.pick)]}. It is certified on {calibration_text(calibration, 'certify')}: {bound}.{check}",
+        f"For this model use {described[id(choice.pick)]}. It is certified on {certify}: {bound}.{check}",
         _rivals(sweep, choice, described),
         _beside(sweep, calibration, choice),
     ]
@@ -183,13 +223,18 @@ def _reported(point: Point, calibration: Mapping[str, Any]) -> Mapping[str, Any]
     return next((found[name] for name in ("fixed", "default") if found.get(name, {}).get("rule") == point["id"]), None)
 
 
-def _described(sweep: Sweep, point: Point, quality: Mapping[str, Any] | None, tokens: int) -> str:
-    """A point with its cost and its quality, on so many tokens."""
+def _described(sweep: Sweep, point: Point, quality: Mapping[str, Any] | None, where: str, more: str) -> str:
+    """A point with its cost, and its quality on some text; `more` is what else was measured there."""
     loops, (base, against) = sweep.header["loops"], baseline(sweep)
     words = f"{name_of(point, loops)}: {saving(point, base, against, sweep.cost)}"
-    if quality is None:
+    if quality is None or point["family"] == "full":
         return words
-    return f"{words}, dCE {rise(quality)} nats against {all_loops(loops)} on {plural(tokens, 'token')}"
+    return f"{words}; on {where} dCE {rise(quality)} nats against {all_loops(loops)}{more}"
+
+
+def _on_the_sweep(sweep: Sweep, point: Point) -> str:
+    """A point as the sweep measured it."""
+    return _described(sweep, point, point, f"the sweep's {plural(sweep.header['tokens'], 'token')}", _beside_default(sweep, point, None))
 
 
 def _rivals(sweep: Sweep, choice: Choice, described: Mapping[int, str]) -> str:
@@ -218,17 +263,12 @@ def _rivals(sweep: Sweep, choice: Choice, described: Mapping[int, str]) -> str:
 
 
 def _beside(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> str:
-    """What the sweep alone would choose, and why the certificate may be stricter."""
-    alone, limit, loops = choose_swept(sweep).pick, calibration["goal"]["max_dce"], sweep.header["loops"]
-    tokens = plural(sweep.header["tokens"], "token")
+    """What the sweep alone would choose, and why it is not recommended."""
+    alone = choose_swept(sweep).pick
     if alone is choice.pick:
-        return f"The sweep alone, with a limit of {FLAT} nats on {tokens}, would choose the same."
-    mine, certify = name_of(choice.pick, loops), plural(calibration["tokens"]["certify"], "token")
-    return (
-        f"The sweep alone would choose {_described(sweep, alone, alone, sweep.header['tokens'])}. That is no second recommendation: its "
-        f"limit is {FLAT} nats, on {tokens} on which it was also chosen among many settings; {mine} is held to {limit:g} nats, on "
-        f"{certify} of other documents, by a test ({confidence(calibration)}) that allows for the number of settings that were tried."
-    )
+        return f"The sweep alone, with a limit of {FLAT} nats on its {plural(sweep.header['tokens'], 'token')}, would choose the same."
+    why = alone_words(sweep, calibration, choice, alone)
+    return f"The sweep alone would choose {_on_the_sweep(sweep, alone)}. That is no second recommendation: {why}."
 
 
 def _rough(sweep: Sweep) -> str:
@@ -261,20 +301,20 @@ def _oracles(sweep: Sweep) -> str:
     if kept := [p for p in sweep.family("oracle-stay") if p["dce_high"] <= FLAT]:
         low = min(kept, key=lambda p: p["mean_steps"])
         words.append(
-            f"the first (one depth for all groups, the fewest steps after which the token's loss stays within eps of the full run's) takes "
-            f"{low['mean_steps']:.1f} steps at eps = {low['setting']:g}, the eps with the fewest steps among those tried that keep CE "
-            f"within {FLAT} nats (dCE {rise(low)})"
+            f"The oracle that stays within eps gives every token the fewest steps, the same in all groups, after which its loss stays "
+            f"within eps of the full run's. At eps = {low['setting']:g} it takes {low['mean_steps']:.1f} steps, the fewest among the eps "
+            f"tried that keep CE within {FLAT} nats (dCE {rise(low)})."
         )
     if kept := [p for p in sweep.family("oracle-lagrange") if p["dce_high"] <= FLAT]:
         low = min(kept, key=lambda p: p["mean_steps"])
         words.append(
-            f"the {'second' if words else 'one'} (any of some forty combinations of depths, the one with the least loss + price x steps) "
-            f"takes {low['mean_steps']:.1f} steps at a price of {low['setting']:g} nats a step (dCE {rise(low)}: it also picks the depth "
-            f"at which the label happens to be likeliest, which no rule can know)"
+            f"The oracle that weighs loss against steps gives every token, among some forty combinations of depths, the one with the least "
+            f"loss + price x steps. At a price of {low['setting']:g} nats a step it takes {low['mean_steps']:.1f} steps (dCE {rise(low)}); "
+            f"it also picks depths at which the label happens to be likeliest, which no rule can know."
         )
     if not words:
         return ""
-    return f"Oracles see the labels and are no settings to use: {'; '.join(words)}."
+    return f"Oracles choose depths with the labels in hand, and are no settings to use. {' '.join(words)}"
 
 
 def sample_words(rule: str, choice: Choice | None, loops: int) -> str:

@@ -115,8 +115,12 @@ def _run_report(run: RunFiles, name: str, figures: dict[str, Path]) -> RunReport
 
 
 def _draw(run: RunFiles, folder: Path, progress: Callable[[str], None]) -> dict[str, Path]:
-    """Every figure that the run's files allow, as NAME.png and NAME.pdf; the PNGs by name."""
-    wanted = figures_of(run)
+    """Every figure that the run's files allow, as NAME.png and NAME.pdf; the PNGs by name. One that a sentence stands for is not drawn, and
+    removed where it was drawn before."""
+    wanted = [entry for entry in figures_of(run) if not entry.instead(run)]
+    for entry in set(figures_of(run)) - set(wanted):
+        for suffix in ("png", "pdf"):
+            (folder / f"{entry.name}.{suffix}").unlink(missing_ok=True)
     for i, entry in enumerate(wanted, start=1):
         progress(f"{run.folder}: figure {i}/{len(wanted)}, {entry.name}")
         with plt.rc_context(cast(Any, STYLE)):

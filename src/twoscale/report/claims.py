@@ -124,7 +124,7 @@ def _control(records: Sequence[Record], outcome: Callable[[Record], Outcome]) ->
         return ""
     before, after = outcome(records[0]), outcome(records[-1])
     learned = ", so passing the rule is no effect of training" if before == after == "confirmed" else ""
-    return f". Control: before training the rule says {before}{learned}"
+    return f". Control: before training the rule says {before}{learned}{_different_texts(records[0], records[-1])}"
 
 
 def _training(records: Sequence[Record]) -> Claim:

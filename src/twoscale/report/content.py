@@ -8,7 +8,7 @@ DRAW = (_FOLDER / "page.js").read_text("utf-8")
 
 PAPER = "“Two-Scale Latent Dynamics for Recurrent-Depth Transformers” (Pappone, Crisostomi, Rodolà, 2025)"
 
-# word -> what it means on the page; the second list is for pages with a sweep
+# word -> what it means on the page; the second list is for pages with a sweep, {units} is what their intervals are over
 GLOSSARY: tuple[tuple[str, str], ...] = (
     ("the paper", f"{PAPER}. Claims (a) to (g) are its claims, each judged here by a stated rule on this run."),
     (
@@ -43,14 +43,14 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     (
         "held-out text and its parts",
         "Documents that a run was not trained on. For sweeps and calibrations they are dealt into a fit, a certify and a report part, "
-        "which share no document.",
+        "which share no document (where there are fewer than 12 documents: no window).",
     ),
 )
 SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
     ("full run", "Every group takes all loops that the sweep allows. Losses are compared with it."),
     (
         "dCE",
-        "CE minus that of the full run on the same tokens, in nats a token; in brackets its 95 % interval over documents.",
+        "CE minus that of the full run on the same tokens, in nats a token; in brackets its 95 % interval over {units}.",
     ),
     (
         "exit rule, tau",
@@ -65,19 +65,25 @@ SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
     ("calibrated", "One threshold for each group, found by `twoscale calibrate`."),
     (
         "certified",
-        "A setting that passed a test on documents of its own (the certify part): its dCE lies below the limit with the stated confidence, "
-        "which allows for the number of settings that were tried.",
+        "A setting that passed a test on text of its own (the certify part): its dCE lies below the limit with the confidence that is "
+        "stated beside it. Settings are tested from most steps to fewest until one fails, so the confidence does not suffer from how many "
+        "are tested.",
     ),
     ("random, oracle", "Baselines: depths drawn at random with the mean steps of a rule; depths chosen with the labels in hand."),
     ("steps", "Loop steps that a token takes, mean over tokens and groups (each group counts the same, whatever its number of layers)."),
     ("looks", "What a rule computes to decide. `kl` reads the final norm and the head after each step; the others compare states."),
     (
         "ms a token",
-        "Time of cached decoding, one sequence: the setting's time divided by the full run's in the same rounds of timing, times the full "
-        "run's median. In brackets a 95 % interval over rounds.",
+        "Time of cached decoding, one sequence, relative to the full run: the setting's time divided by the full run's in the same group "
+        "of settings and the same rounds of timing, times the full run's median. In brackets a 95 % interval over rounds; the full run has "
+        "none, since all times are relative to it.",
     ),
     ("agreement", "How often the most likely next token is that of the full run."),
-    ("Pareto front", "Settings that no other, oracles aside, beats in both cost (`flops` or `ms`) and CE."),
+    (
+        "Pareto front",
+        "Settings that no other, oracles aside, beats in both cost (`flops` or `ms`) and CE; differences of CE that are too small to be "
+        "printed do not count.",
+    ),
 )
 DEPTH_GLOSSARY: tuple[tuple[str, str], ...] = (
     (

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twoscale.config.words import all_loops, plural
-from twoscale.report.words import side
+from twoscale.report.words import confidence, side
 from twoscale.tradeoff.depth_summary import (
     FOLLOWS,
     RuleDepth,
@@ -65,9 +65,9 @@ def task_text(sweep: Sweep) -> str:
 def limit_words(sweep: Sweep) -> str:
     """The certificate."""
     head = sweep.header
-    confidence = f"confidence {100 * (1 - head['delta']):.4g} %"
+    level = f"confidence {100 * (1 - head['delta']):.4g} % for each rule by itself"
     drop = points(head["max_accuracy_drop"])
-    return f"certified, on samples that nothing else uses, to lie at most {drop} below the full run's ({confidence})"
+    return f"certified, on samples that nothing else uses, to lie at most {drop} below the full run's ({level})"
 
 
 def headline(sweep: Sweep) -> str:
@@ -275,7 +275,7 @@ def task_calibration_sentences(found: Mapping[str, Any]) -> list[str]:
     else:
         first = (
             f"Certified on {answers['certify']}: the share of right answers lies no more than {points(round(found['bound'], 5))} below "
-            f"that at {plural(found['loops'], 'loop')} (confidence {100 * (1 - found['delta']):.4g} %)."
+            f"that at {plural(found['loops'], 'loop')} ({confidence(found)})."
         )
     second = (
         f"On {answers['report']}: {mine['mean_steps']:.2f} steps an answer, {percent(mine['accuracy'])} right, a drop of "

@@ -1,8 +1,10 @@
 """The paper's claims on exits, (e) to (g): pure functions of a sweep, each judged by a rule that is stated beside the verdict."""
 
+from collections.abc import Sequence
+
 from twoscale.report.claims import Claim, Outcome
 from twoscale.report.words import signed
-from twoscale.tradeoff.choice import FLAT, Point
+from twoscale.tradeoff.choice import FLAT, Point, name_of
 from twoscale.tradeoff.summary import ROUNDS, Sweep
 
 
@@ -57,17 +59,21 @@ def _faster(sweep: Sweep) -> Claim:
 def _kl(sweep: Sweep) -> Claim:
     text = "KL keeps CE but is slower (the paper: because of the head; that cause is not tested here)."
     rule = (
-        f"The rise of CE at the paper's four thresholds, and ms a token at 1e-3 beside what as many steps take without a rule (straight "
-        f"line through the fixed depths). Confirmed when no rise is above {FLAT} nats and KL takes 1.1 times as long or more, refuted "
-        f"when a rise is, or KL takes less than 1.02 times as long, whole intervals each; times count from {ROUNDS} rounds on. "
-        f"Why it is slower is not part of the rule."
+        f"The rise of CE at the paper's four thresholds, and ms a token at 1e-3 beside what as many steps take without a rule "
+        f"(interpolated between the two fixed depths next to it, both intervals included). Confirmed when no rise is above {FLAT} nats and "
+        f"KL takes 1.1 times as long or more, refuted when a rise is, or KL takes less than 1.02 times as long, whole intervals each; "
+        f"times count from {ROUNDS} rounds on. Why it is slower is not part of the rule."
     )
     points = [p for tau in (1e-5, 1e-4, 1e-3, 1e-2) if (p := _at(sweep, "kl", tau)) is not None]
     point, others = _at(sweep, "kl", 1e-3), [p for f in ("fixed", "full") for p in sweep.family(f) if p.get("ms") is not None]
-    if len(points) < 4 or point is None or point.get("ms") is None or len(others) < 2:
+    if len(points) < 4 or point is None or point.get("ms") is None:
         return Claim("f", text, rule, "not measured: sweep kl at the paper's thresholds", "undecided")
-    plain = _line([p["mean_steps"] for p in others], [p["ms"] for p in others], point["mean_steps"])
-    ratio, low, high = (point[key] / plain for key in ("ms", "ms_low", "ms_high"))
+    if (pair := neighbours(others, point["mean_steps"])) is None:
+        return Claim("f", text, rule, f"not measured: no fixed depths on both sides of {point['mean_steps']:.1f} steps", "undecided")
+    plain = {key: _interpolated(*pair, point["mean_steps"], key) for key in ("ms", "ms_low", "ms_high")}
+    ratio, low, high = point["ms"] / plain["ms"], point["ms_low"] / plain["ms_high"], point["ms_high"] / plain["ms_low"]
+    loops = sweep.header["loops"]
+    between = " and ".join(name_of(p, loops) for p in pair) if pair[0] is not pair[1] else ""
     worst = max(points, key=lambda p: p["dce_high"])
     outcome: Outcome = "undecided"
     if worst["dce_high"] <= FLAT and low >= 1.1 and sweep.rounds >= ROUNDS:
@@ -75,7 +81,8 @@ def _kl(sweep: Sweep) -> Claim:
     elif max(p["dce_low"] for p in points) > FLAT or (high < 1.02 and sweep.rounds >= ROUNDS):
         outcome = "refuted"
     measured = (
-        f"{ratio:.2f} [{beside(low, 1.1)}, {beside(high, 1.02)}] times what {point['mean_steps']:.1f} steps take without a rule "
+        f"{ratio:.2f} [{beside(low, 1.1)}, {beside(high, 1.02)}] times what {point['mean_steps']:.1f} steps take without a rule, "
+        f"{f'interpolated between {between}' if between else f'as {name_of(pair[0], loops)}'} "
         f"(its looks, which read the head after each step, are {100 * point['flops_looks'] / point['flops']:.0f} % of its FLOPs); "
         f"highest upper end of dCE {_signed(worst['dce_high'], FLAT)}, at tau = {worst['setting']:g}"
     )
@@ -101,9 +108,17 @@ def _step_norm(sweep: Sweep) -> Claim:
     return Claim("g", text, rule, f"dCE {_rise(a)} at 1e-3, {_rise(b, FLAT)} at 1e-2{largest}", outcome)
 
 
-def _line(x: list[float], y: list[float], at: float) -> float:
-    """The least-squares line through points, at one place."""
-    mx, my = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((a - mx) ** 2 for a in x)
-    slope = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
-    return my + slope * (at - mx)
+def neighbours(points: Sequence[Point], steps: float) -> tuple[Point, Point] | None:
+    """The points with the nearest mean steps at or below, and at or above; None where one side has none."""
+    below = [p for p in points if p["mean_steps"] <= steps]
+    above = [p for p in points if p["mean_steps"] >= steps]
+    if not below or not above:
+        return None
+    return max(below, key=lambda p: float(p["mean_steps"])), min(above, key=lambda p: float(p["mean_steps"]))
+
+
+def _interpolated(a: Point, b: Point, steps: float, key: str) -> float:
+    """A number of two points on the straight line between them, at so many steps."""
+    span = b["mean_steps"] - a["mean_steps"]
+    share = (steps - a["mean_steps"]) / span if span else 0.0
+    return float((1 - share) * a[key] + share * b[key])

@@ -7,11 +7,12 @@ import matplotlib.pyplot as plt
 import plotly.graph_objects as go
 from matplotlib.figure import Figure
 
+from twoscale.config.words import plural
 from twoscale.report.interactive import Panel, layout
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look
 from twoscale.report.tradeoff_figures import short_name, shown_points
-from twoscale.tradeoff.summary import Sweep
+from twoscale.tradeoff.summary import FEWEST_OF_A_KIND, Sweep
 
 
 def points_with_kinds(sweep: Sweep) -> list[dict[str, Any]]:
@@ -59,7 +60,7 @@ def token_kinds_page(run: RunFiles) -> list[Panel]:
     layout(figure, "mean steps (over groups)", "")
     figure.update_layout(height=120 + 46 * len(order), margin={"l": 130})
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=order)
-    return [(kind_words(_main_point(run.sweep)["hard"]["kinds"], short_name(_main_point(run.sweep))), figure)]
+    return [("mean steps by kind of token", figure)]
 
 
 def _order(sweep: Sweep) -> list[str]:
@@ -70,10 +71,24 @@ def _order(sweep: Sweep) -> list[str]:
     ]
 
 
+def kind_sentences(sweep: Sweep) -> str:
+    """A sentence for each rule, and which tokens are in no kind that is shown."""
+    points = points_with_kinds(sweep)
+    sentences = [f"{kind_words(p['hard']['kinds'], short_name(p))}." for p in points]
+    left_out = sweep.header["tokens"] - sum(row["tokens"] for row in points[0]["hard"]["kinds"])  # kinds are the same for all rules
+    if left_out:
+        sentences.append(f"Kinds with fewer than {FEWEST_OF_A_KIND} tokens are left out ({plural(left_out, 'token')}).")
+    return " ".join(sentences)
+
+
 def kind_words(rows: Sequence[dict[str, Any]], rule: str) -> str:
-    """Whether kinds differ under a rule, in a sentence that follows from the intervals; `rows` come with the most steps first."""
-    most, fewest = rows[0], rows[-1]
-    if most["low"] <= fewest["high"]:
+    """Whether kinds differ under a rule, in a sentence that follows from the intervals; `rows` come with the most steps first. Where the
+    two ends cannot be told apart, the two kinds whose intervals lie farthest apart are named, if any do."""
+    most, fewest = max(((a, b) for a in rows for b in rows if a is not b), key=lambda pair: pair[0]["low"] - pair[1]["high"])
+    ends = rows[0]["low"] > rows[-1]["high"]
+    if ends:
+        most, fewest = rows[0], rows[-1]
+    elif most["low"] <= fewest["high"]:
         return f"{rule}: no kind of token is shown to take more steps than another"
     name, other = (f"{row['kind']} ({row['steps']:.2f} [{row['low']:.2f}, {row['high']:.2f}])" for row in (most, fewest))
-    return f"{rule}: most steps {name}, fewest {other}"
+    return f"{rule}: most steps {name}, fewest {other}" if ends else f"{rule}: {name} takes more steps than {other}"

@@ -6,18 +6,20 @@ from typing import Any
 import plotly.graph_objects as go
 
 from twoscale.config.words import plural
-from twoscale.report.advice import in_a_sentence
+from twoscale.report.advice import in_a_sentence, why_not_others
 from twoscale.report.claims import Claim
 from twoscale.report.depth_words import headline
 from twoscale.report.interactive import Panel, layout
+from twoscale.report.kind_figures import points_with_kinds
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look
 from twoscale.report.tables import prose
-from twoscale.report.tradeoff_figures import rules_of
+from twoscale.report.tradeoff_figures import rules_of, shown_points
 from twoscale.report.tradeoff_panels import cost_axis, curve, rise_axis, squeezed
-from twoscale.report.words import evaluation_text
+from twoscale.report.words import evaluation_text, sweep_text
 from twoscale.tradeoff.choice import choose, name_of
 from twoscale.tradeoff.depth_summary import BASE, depth_rows
+from twoscale.tradeoff.summary import Sweep
 
 MARKS = {"confirmed": "✓", "refuted": "✗", "undecided": "?"}
 SHOWN = ("fixed", "oracle-stay", "oracle-lagrange")  # beside the rules
@@ -31,6 +33,11 @@ def advice_of(run: RunFiles) -> str:
     if run.sweep is None:
         return f"What to use is not known yet: `twoscale sweep {run.folder.as_posix()}` measures what every exit rule saves and costs."
     return in_a_sentence(run.sweep, run.calibration)
+
+
+def why_not_of(run: RunFiles) -> str:
+    """Why a setting that looks better in the picture than the recommended one is not recommended; empty where none does."""
+    return "" if run.sweep is None else why_not_others(run.sweep, run.calibration)
 
 
 def picture(run: RunFiles) -> Panel | None:
@@ -61,7 +68,8 @@ def _loss_against_cost(run: RunFiles) -> Panel:
     rise_axis(figure)
     figure.update_layout(height=HEIGHT)
     what = "time" if cost == "ms" else "counted FLOPs"
-    return f"Loss against {what}: lower and further left is better; oracles see the labels", figure
+    where = f"measured on {sweep_text(sweep.header)}"
+    return f"Loss against {what}, {where}. Lower and further left is better; oracles see the labels.", figure
 
 
 def _accuracy_against_steps(run: RunFiles) -> Panel:
@@ -120,9 +128,19 @@ def missing(run: RunFiles) -> list[tuple[str, str]]:
             (run.calibration is not None, "certified thresholds", f"twoscale calibrate {folder}"),
             (run.sweep is not None, "the trade-off, texts and what to use", f"twoscale sweep {folder}"),
         ]
+        if run.sweep is not None and not points_with_kinds(run.sweep) and shown_points(run.sweep):
+            known.append((False, "which kinds of tokens take longest", _kinds_command(folder, run.sweep)))
     else:
         known.append((run.depth is not None, "which rules find the depth", f"twoscale sweep {folder}"))
     return [(what, command) for there, what, command in known if not there]
+
+
+def _kinds_command(folder: str, sweep: Sweep) -> str:
+    """What measures steps by kind of token: on more text where too few tokens of each kind occurred, and anew where the file is of a
+    version that did not tell kinds apart, since a sweep does not measure again what its file has."""
+    if any("kinds" in p["hard"] for p in shown_points(sweep)):
+        return f"twoscale sweep {folder} --windows {4 * int(sweep.header.get('asked_windows', 20))}"
+    return f"mv {folder}/sweep.jsonl {folder}/sweep-old.jsonl; twoscale sweep {folder}"
 
 
 def missing_html(run: RunFiles) -> str:
@@ -148,8 +166,10 @@ def shipped_words(run: RunFiles) -> str:
 
 def card(run: RunFiles, claims: list[Claim], picture_html: str, prefix: str) -> str:
     """The first screen of one run."""
-    shipped = shipped_words(run)
+    notes = "".join(
+        f"<p{kind}>{prose(words)}</p>" for kind, words in (("", why_not_of(run)), (" class='soft'", shipped_words(run))) if words
+    )
     return (
-        f"<p class='advice'>{prose(advice_of(run))}</p>{f'<p class=soft>{prose(shipped)}</p>' if shipped else ''}{missing_html(run)}"
+        f"<p class='advice'>{prose(advice_of(run))}</p>{notes}{missing_html(run)}"
         f"<div class='first'>{picture_html}<div><h3>The paper's claims on this model</h3>{verdict_list(claims, prefix)}</div></div>"
     )

@@ -6,6 +6,7 @@ The page opens from disk and asks the network for nothing: plotly's script is in
 import html
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -26,7 +27,7 @@ from twoscale.report.overview import card, picture
 from twoscale.report.registry import FigureEntry, figures_of
 from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, samples_section, sweep_table, token_table
 from twoscale.report.tradeoff_figures import PAPER as PAPER_RULES, rules_of, slowest_of
-from twoscale.report.words import losses_note, sweep_text
+from twoscale.report.words import evaluation_text, losses_note, sweep_text, unit_of, unit_words
 from twoscale.tradeoff.choice import choose
 
 OPEN = ("recommendation", "tradeoff", "depth", "staircase")  # sections that are not folded at first
@@ -52,14 +53,14 @@ def page_html(runs: list[RunFiles], parts: "list[RunParts]", dark: bool | None =
         for part, name in zip(parts, names, strict=True)
     )
     contents = "".join(_contents(part, name if several else "") for part, name in zip(parts, names, strict=True))
-    words = glossary(any(run.sweep for run in runs), any(run.depth for run in runs))
+    words = glossary(any(run.sweep for run in runs), any(run.depth for run in runs), units_of(runs))
     bodies = "".join(f"{f'<h1>{name}</h1>' if several else ''}{part.about}{part.body}" for part, name in zip(parts, names, strict=True))
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<meta name='color-scheme' content='{scheme}'><title>{title}</title><style>{style_sheet(dark)}</style>"
         f"<script>{get_plotlyjs()}</script></head><body><main>"
         f"<h1 id='top'>{what} of {' and '.join(names)}</h1>"
-        f"<p class='soft'>{_tokenizers(runs)}The paper: {html.escape(PAPER)}.</p>{firsts}"
+        f"<p class='soft'>{html.escape(comparison_words(runs))} The paper: {html.escape(PAPER)}.</p>{firsts}"
         f"<nav id='contents'><h2>Contents</h2>{contents}<p><a href='#all'>open all sections</a></p></nav>{words}{bodies}"
         f"</main><script>{draw_script(dark)}</script></body></html>"
     )
@@ -77,18 +78,39 @@ def names_of(runs: list[RunFiles]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({run.folder.name})" for name, run in zip(names, runs, strict=True)]
 
 
-def _tokenizers(runs: list[RunFiles]) -> str:
-    """A warning where the models' tokens are not the same."""
-    files = [RunFolder(run.folder).tokenizer for run in runs]
-    if len({file.read_bytes() if file.exists() else b"" for file in files}) == 1:
+def comparison_words(runs: list[RunFiles]) -> str:
+    """What may be compared between the models of a page: losses only of the same text, times never; empty for one model."""
+    if len(runs) < 2:
         return ""
-    return "The models have different tokenizers: losses and times a token are not to be compared between them; bits per byte are. "
+    sessions = ", and each model was timed in a session of its own" if sum(run.sweep is not None for run in runs) > 1 else ""
+    files = [RunFolder(run.folder).tokenizer for run in runs]
+    one_tokenizer = len({file.read_bytes() if file.exists() else b"" for file in files}) == 1
+    texts = {(run.evaluation or {}).get("text") for run in runs}
+    first = runs[0].evaluation
+    if len(texts) == 1 and None not in texts and first is not None:
+        what = "" if one_tokenizer else " in bits per byte (not a token: the tokenizers differ)"
+        size = f"{plural(first['bytes'], 'byte')} of " if first.get("bytes") else ""
+        same = f"The loss by loops of the models is of the same text ({size}{first.get('source')}) and may be compared between them{what}"
+        return f"{same}. Nothing else may: other losses are of other tokens{sessions}."
+    known = [(name, run.evaluation) for name, run in zip(names_of(runs), runs, strict=True) if run.evaluation is not None]
+    measured = ", ".join(f"{name} on {evaluation_text(found)}" for name, found in known)
+    why = "they were measured on different text" if None not in texts else "it is not recorded that they were measured on the same text"
+    tokenizers = "" if one_tokenizer else ", and their tokenizers differ"
+    return f"Nothing is to be compared between the models: {why}{f' ({measured})' if measured else ''}{tokenizers}{sessions}."
 
 
-def glossary(swept: bool, depth: bool = False) -> str:
-    """The words of the page, folded; `depth` adds those of a task's sweep."""
+def units_of(runs: list[RunFiles]) -> list[str]:
+    """What the intervals of losses on a page are over."""
+    found = [str(run.sweep.header["by"]) for run in runs if run.sweep is not None and run.sweep.header.get("by")]
+    found += [unit_of(run.calibration, "report") for run in runs if run.calibration is not None and run.sweep is not None]
+    return [unit_words(by) for by in dict.fromkeys(found)]
+
+
+def glossary(swept: bool, depth: bool = False, units: Sequence[str] = ()) -> str:
+    """The words of the page, folded; `depth` adds those of a task's sweep; `units` is what intervals are over."""
+    over = " or ".join(units) + (", as the text beside it says" if len(units) > 1 else "") if units else "documents"
     words = (*(DEPTH_GLOSSARY if depth else ()), *GLOSSARY, *(SWEPT_GLOSSARY if swept else ()))
-    rows = "".join(f"<dt>{prose(word)}</dt><dd>{prose(meaning)}</dd>" for word, meaning in words)
+    rows = "".join(f"<dt>{prose(word)}</dt><dd>{prose(meaning.replace('{units}', over))}</dd>" for word, meaning in words)
     first = (
         "true depth, D@-0.5, rank correlation …"
         if depth and not swept
@@ -138,12 +160,12 @@ def _sections(run: RunFiles, claims: list[Claim], figures: str, prefix: str) -> 
         (f"{prefix}depth", "Where do the steps go?", depth_section(run.depth) if run.depth is not None else ""),
         (f"{prefix}claims", "The paper's claims", _claims(claims)),
     ]
-    found += [(f"{prefix}{e.name}", e.heading, _figure(e, run, claims, figures, prefix)) for e in _ordered(entries)]
+    found += [(f"{prefix}{e.name}", e.heading, figure_html(e, run, claims, figures, prefix)) for e in _ordered(entries)]
     if run.samples is not None:
         choice = choose(run.sweep, run.calibration) if run.sweep is not None else None
         found.append((f"{prefix}samples", "What it writes", samples_section(run.samples, choice)))
     found.append((f"{prefix}numbers", "Numbers", _numbers(run, any(e.name == "hard_tokens" for e in entries))))
-    found.append((f"{prefix}setup", "Set-up", _setup(run)))
+    found.append((f"{prefix}setup", "Set-up", setup_section(run)))
     return found
 
 
@@ -162,9 +184,15 @@ def _numbers(run: RunFiles, hard: bool) -> str:
     return "".join(parts)
 
 
-def _figure(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: str, prefix: str) -> str:
+def figure_html(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: str, prefix: str) -> str:
     """One figure: caption, verdicts of its claims, links to the files, and the figure itself, or the sentence that says it all."""
-    text = html.escape(f"Measured on {sweep_text(run.sweep.header)}. ") if run.sweep is not None and entry.swept else ""
+    if sentence := entry.instead(run):
+        return f"<p>{prose(entry.caption)} {html.escape(sentence)}</p>"
+    text = f"{prose(entry.remark(run))} " if entry.remark(run) else ""
+    if run.sweep is not None and entry.swept:
+        head = run.sweep.header
+        over = f" Intervals of losses and steps are over {unit_words(head['by'])}." if head.get("by") else ""
+        text += html.escape(f"Measured on {sweep_text(head)}.{over} ")
     verdicts = "".join(
         f"Claim ({c.letter}): {html.escape(c.text)} <span class='outcome {c.outcome}'>{c.outcome}</span>. "
         for c in claims
@@ -172,8 +200,6 @@ def _figure(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures: str
     )
     links = f'<a href="{figures}/{entry.name}.png">PNG</a>, <a href="{figures}/{entry.name}.pdf">PDF</a>'
     drawn = f"<img src='{figures}/{entry.name}.png' alt='{html.escape(entry.heading)}'>"
-    if sentence := entry.instead(run):
-        return f"<p>{prose(entry.caption)} {html.escape(sentence)} <span class='soft'>For print: {links}.</span></p>"
     return (
         f"<p>{prose(entry.caption)} {text}{verdicts}<span class='soft'>For print: {links}.</span></p>"
         f"{drawn if entry.page is None else _panels(f'{prefix}{entry.name}', entry.page(run))}"
@@ -280,7 +306,9 @@ def commands(run: RunFiles) -> list[str]:
         goal = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in c["goal"].items())
         windows = f" --{'windows' if run.config.task == 'none' else 'samples'} {c['windows']}" if "windows" in c else ""
         found.append(f"twoscale calibrate {folder} {goal} --rule {c['rule']} --delta {c['delta']:g} --loops {c['loops']}{windows}")
-    if (s := run.sweep) is not None:
+    if (s := run.sweep) is not None and s.commands:
+        found += [f"twoscale sweep {folder} {settings}" for settings in s.commands]
+    elif s is not None:
         rules = [family for family in rules_of(s) if family not in ("learned", "calibrated")]
         taus = sorted({p["setting"] for p in s.points if p["family"] in rules and p["setting"] is not None})
         named = f" --rules {' '.join(rules)}" if set(rules) != set(PAPER_RULES) else ""
@@ -297,7 +325,8 @@ def commands(run: RunFiles) -> list[str]:
     return found
 
 
-def _setup(run: RunFiles) -> str:
+def setup_section(run: RunFiles) -> str:
+    """How it was measured, with what, and the full config."""
     seconds = sum(r.get("geometry_s", 0.0) for r in run.metrics)
     tokens = run.config.train.batch_size * run.config.model.block_size
     training = sum(tokens / r["tokens_per_s"] for r in run.metrics if r.get("tokens_per_s"))
@@ -306,16 +335,29 @@ def _setup(run: RunFiles) -> str:
         if training
         else ""
     )
-    words = commands(run)
-    head = next((sweep.header for sweep in (run.sweep, run.depth) if sweep is not None), {})
-    machine = f", torch {head['torch']}, {plural(head['threads'], 'thread')}" if {"torch", "threads"} <= head.keys() else ""
-    cpu = f" ({head['cpu']})" if head.get("cpu") else ""
     config = html.escape(json.dumps(to_dict(run.config), indent=1))
     name = html.escape(str(run.config.name))
+    data = "; <code>data</code> is the text that it is measured on, not what it was trained on" if run.converted else ""
     return (
-        f"{cost}<p>Measured as by {', '.join(f'<code>{html.escape(w)}</code>' for w in words)}; training seed "
-        f"{run.config.train.seed}. "
-        f"twoscale {version('twoscale')}, Python {platform.python_version()}{html.escape(machine)}, "
-        f"{html.escape(platform.machine() + cpu)}.</p>"
-        f"<details><summary>The full config of {name}</summary><pre>{config}</pre></details>"
+        f"{cost}<p>Measured as by {', '.join(f'<code>{html.escape(w)}</code>' for w in commands(run))}; training seed "
+        f"{run.config.train.seed}. {html.escape(measured_with(run))} "
+        f"This page was made with twoscale {version('twoscale')}, Python {platform.python_version()}.</p>"
+        f"<details><summary>The full config of {name}{data}</summary><pre>{config}</pre></details>"
     )
+
+
+def measured_with(run: RunFiles) -> str:
+    """How many points a sweep has and on what it was measured, as its file records it; empty without a sweep."""
+    sweep = run.sweep or run.depth
+    if sweep is None:
+        return ""
+    head = sweep.header
+    versions = [f"{name} {head[key]}" for name, key in (("twoscale", "twoscale"), ("Python", "python"), ("torch", "torch")) if key in head]
+    machine = [plural(head["threads"], "thread")] if "threads" in head else []
+    machine += [f"{head['machine']} ({head['cpu']})" if head.get("cpu") else str(head["machine"])] if head.get("machine") else []
+    recorded = f", measured with {', '.join(versions + machine)}" if versions or machine else ""
+    unknown = "" if "twoscale" in head else "; the version of twoscale was not recorded"
+    anew = (
+        "" if sweep.commands or run.sweep is None else "; the command of the sweep is read from its points, this version may measure others"
+    )
+    return f"The sweep has {plural(len(sweep.points), 'point')}{recorded}{unknown}{anew}."

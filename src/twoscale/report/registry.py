@@ -9,6 +9,7 @@ from twoscale.config.words import plural
 from twoscale.report import depth_figures, depth_panels, figures, interactive, kind_figures, tradeoff_figures, tradeoff_panels
 from twoscale.report.interactive import Panel
 from twoscale.report.load import RunFiles
+from twoscale.tradeoff.summary import PRINTED, TOGETHER
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class FigureEntry:
     """A sentence that says all that the figure would show, and is shown on the page in its place; empty where the figure shows more."""
     swept: bool = False
     """Whether it is of the sweep's text, which the caption then names."""
+    remark: Callable[[RunFiles], str] = lambda run: ""
+    """Sentences behind the caption that follow from the run's numbers."""
 
 
 def _has_boundaries(run: RunFiles) -> bool:
@@ -66,6 +69,11 @@ def _has_steps(run: RunFiles) -> bool:
 
 def _has_kinds(run: RunFiles) -> bool:
     return run.sweep is not None and _is_swept(run) and bool(kind_figures.points_with_kinds(run.sweep))
+
+
+def _kind_remark(run: RunFiles) -> str:
+    assert run.sweep is not None
+    return kind_figures.kind_sentences(run.sweep)
 
 
 def _has_staircase(run: RunFiles) -> bool:
@@ -166,10 +174,12 @@ FIGURES: tuple[FigureEntry, ...] = (
     FigureEntry(
         "against_tau",
         "Time and quality against the threshold",
-        "The paper's three panels, for its three exit rules at each threshold tau. Time: one sequence, cached decoding, the settings "
-        "taking turns token by token on the same text; ms a token is a setting's time divided by the full run's in the same rounds, times "
-        "the full run's median, so the full run has no interval. Shaded, in the figures for print: 95 % intervals, those of CE of its "
-        "difference to the full run. A threshold is an absolute number, so where a curve bends depends on the size of a model's states.",
+        "The paper's three panels, for its three exit rules at each threshold tau. Time: one sequence, cached decoding, the same text for "
+        f"all settings. Settings are timed in groups of up to {TOGETHER - 1}, one group after the other; those of a group take turns with "
+        "each other and with the full run, token by token. Times are relative to the full run: ms a token is a setting's time divided by "
+        "the full run's in its own group and the same rounds, times the full run's median over all groups, so the full run itself has no "
+        "interval. Shaded, in the figures for print: 95 % intervals, those of CE of its difference to the full run. A threshold is an "
+        "absolute number, so where a curve bends depends on the size of a model's states.",
         print=tradeoff_figures.against_tau,
         page=tradeoff_panels.against_tau,
         claims="efg",
@@ -182,8 +192,9 @@ FIGURES: tuple[FigureEntry, ...] = (
         "Loss against cost, every rule beside fixed depths, random exits with the mean steps of a rule, and two oracles that see the "
         "labels: the first (stays within eps) with one depth for all groups, the second (loss + price x steps) with any of some forty "
         "combinations of depths. Both as run, where tokens also see their neighbours at other depths. Circled (Pareto front): no other "
-        "setting, oracles aside, has both a lower cost and a lower loss. FLOPs and times include a rule's own looks; a random exit's "
-        "time includes drawing its depths.",
+        "setting, oracles aside, has both a lower cost and a lower loss; a loss that is lower by less than half of the last printed digit "
+        f"({PRINTED:.5f} nats) counts as equal. FLOPs and times include a rule's own looks; a random exit's time includes "
+        "drawing its depths.",
         print=tradeoff_figures.tradeoff,
         page=tradeoff_panels.tradeoff,
         available=_is_swept,
@@ -213,12 +224,13 @@ FIGURES: tuple[FigureEntry, ...] = (
     FigureEntry(
         "token_kinds",
         "Which kinds of tokens take longest",
-        "Mean steps of a token by its own kind, each rule at the setting of the figures above, with 95 % intervals over documents. A name "
-        "is a word with a capital letter that does not begin a sentence.",
+        "Mean steps of a token by its own kind, each rule at the setting of the figures above, with 95 % intervals. A name is a word with "
+        "a capital letter that does not begin a sentence.",
         print=kind_figures.token_kinds,
         page=kind_figures.token_kinds_page,
         available=_has_kinds,
         swept=True,
+        remark=_kind_remark,
     ),
 )
 

@@ -11,7 +11,7 @@ from twoscale.report.claims import boundary_label
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look, step_colour, visible
 from twoscale.report.tradeoff_figures import short_name
-from twoscale.report.words import evaluation_text, signed, sweep_text
+from twoscale.report.words import evaluation_text, signed, sweep_text, unit_words
 from twoscale.tradeoff.choice import Choice, name_of
 from twoscale.tradeoff.summary import Sweep
 
@@ -104,20 +104,23 @@ def sweep_table(sweep: Sweep) -> str:
     rows = []
     for p in sweep.points:
         by_group = ", ".join(f"{g['mean']:.1f} ({g['std']:.1f})" for g in p["steps"])
-        timed = p.get("ms") is not None
+        timed, full = p.get("ms") is not None, p["family"] == "full"
         numbers = [
             f"{p['mean_steps']:.2f}", by_group, f"{p['ce']:.4f}", f"{p['ppl']:.3f}", signed(p["dce"]),
-            f"{signed(p['dce_low'])} … {signed(p['dce_high'])}",
+            "reference" if full else f"{signed(p['dce_low'])} … {signed(p['dce_high'])}",
             f"{100 * p['agree']:.1f} %", f"{p['flops'] / 1e6:.2f}", f"{p['ms']:.2f}" if timed else "–",
-            f"{p['ms_low']:.2f} … {p['ms_high']:.2f}" if timed else "–", ", ".join(c for c in fronts if p["id"] in fronts[c]),
+            "–" if not timed else "reference" if full else f"{p['ms_low']:.2f} … {p['ms_high']:.2f}",
+            ", ".join(c for c in fronts if p["id"] in fronts[c]),
         ]  # fmt: skip
         cells = "".join(f"<td class='n'>{html.escape(n)}</td>" for n in numbers)
         rows.append(f"<tr><td>{html.escape(family_look(p['family'])[0])}</td><td>{html.escape(_setting(p, sweep))}</td>{cells}</tr>")
     h = sweep.header
-    rounds = plural(sweep.rounds, "round")
+    rounds, over = plural(sweep.rounds, "round"), f", intervals over {unit_words(h['by'])}" if h.get("by") else ""
     note = (
-        f"{h['checkpoint']}, {sweep_text(h)}; at most {plural(h['loops'], 'loop')}, dCE against {all_loops(h['loops'])} (the full run). "
-        f"ms a token: time divided by the full run's in the same rounds, times the full run's median over {rounds} of timing"
+        f"{h['checkpoint']}, {sweep_text(h)}; at most {plural(h['loops'], 'loop')}, dCE against "
+        f"{all_loops(h['loops'])} (the full run){over}. "
+        f"ms a token is relative to the full run: time divided by the full run's in the same group of settings and the same rounds, times "
+        f"the full run's median over {rounds} of timing; intervals are over rounds"
     )
     return f"<details><summary>All {len(rows)} points of the sweep</summary>{table(note, head, rows)}</details>"
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twoscale.config.words import MARGIN, all_loops, plural, text_words
+from twoscale.config.words import MARGIN, UNITS, all_loops, plural, text_words
 
 FEWEST = 4  # documents (or pieces, or windows); an interval over fewer is not used
 DIGITS = {"steps": 3, "ce": 4}  # of a printed difference
@@ -23,8 +23,13 @@ def signed(x: float) -> str:
 
 
 def rise(p: Mapping[str, Any]) -> str:
-    """The rise of CE with its interval."""
-    return f"{signed(p['dce'])} [{signed(p['dce_low'])}, {signed(p['dce_high'])}]"
+    """The rise of CE with its interval; the full run, which others are compared with, has none."""
+    return "0 (the reference)" if p.get("family") == "full" else between(p, "dce")
+
+
+def between(p: Mapping[str, Any], key: str) -> str:
+    """A difference of CE with its interval."""
+    return f"{signed(p[key])} [{signed(p[f'{key}_low'])}, {signed(p[f'{key}_high'])}]"
 
 
 def side(low: float, high: float) -> int:
@@ -36,6 +41,26 @@ def change(value: float, base: float, less: str = "less", more: str = "more") ->
     """`40 % less` or `40 % more` than the base; empty where the two are equal to the percent."""
     share = value / base - 1
     return "" if round(100 * abs(share)) == 0 else f"{100 * abs(share):.0f} % {less if share < 0 else more}"
+
+
+def change_between(point: Mapping[str, Any], base: Mapping[str, Any], cost: str) -> str:
+    """`40 % less time (35 to 44 %)`: a cost beside another's, for times with what follows from the ends of both intervals; `40 % fewer
+    FLOPs`. Empty where the two are equal to the percent."""
+    if not (words := change(point[cost], base[cost], "less" if cost == "ms" else "fewer")):
+        return ""
+    if cost != "ms":
+        return f"{words} FLOPs"
+    ends = sorted(abs(a / b - 1) for a, b in ((point["ms_high"], base["ms_low"]), (point["ms_low"], base["ms_high"])))
+    return f"{words} time ({100 * ends[0]:.0f} to {100 * ends[1]:.0f} %)"
+
+
+def cost_words(point: Mapping[str, Any], cost: str) -> str:
+    """`3.10 [3.04, 3.17] ms a token` or `12.31 MFLOP a token`. Times are relative to the full run, which has no interval itself."""
+    if cost != "ms":
+        return f"{point['flops'] / 1e6:.2f} MFLOP a token"
+    digits = 2 if point["ms"] < 10 else 1
+    interval = "" if point["family"] == "full" else f" [{point['ms_low']:.{digits}f}, {point['ms_high']:.{digits}f}]"
+    return f"{point['ms']:.{digits}f}{interval} ms a token"
 
 
 def default_depth(mean_loops: int) -> str:
@@ -63,7 +88,29 @@ def sweep_text(header: Mapping[str, Any]) -> str:
 
 def calibration_text(found: Mapping[str, Any], part: str) -> str:
     """The text of one part of a calibration, from calibration.json."""
-    return text_words(part, found["tokens"][part], found["clusters"][part], found["by"], found.get("source"))
+    return text_words(part, found["tokens"][part], found["clusters"][part], unit_of(found, part), found.get("source"))
+
+
+def unit_of(found: Mapping[str, Any], part: str) -> str:
+    """What the intervals and bounds of a part are over: documents, pieces, windows or samples. Earlier versions have one unit for all."""
+    by: Any = found["by"]
+    return str(by[part] if isinstance(by, Mapping) else by)
+
+
+def other_text(found: Mapping[str, Any]) -> str:
+    """What the report part of a calibration is beside its certify part; a text of few documents is parted by windows."""
+    return "other documents" if unit_of(found, "report") in ("documents", "pieces") else "other text"
+
+
+def part_words(found: Mapping[str, Any], part: str) -> str:
+    """A part of a calibration in short: `the report part (2,304 tokens, 9 documents)`."""
+    counted = plural(found["clusters"][part], UNITS[unit_of(found, part)])
+    return f"the {part} part ({plural(found['tokens'][part], 'token')}, {counted})"
+
+
+def unit_words(by: str) -> str:
+    """What intervals are over, in the plural: `pieces of documents`."""
+    return plural(2, UNITS[by]).partition(" ")[2]
 
 
 def evaluation_text(found: Mapping[str, Any]) -> str:
@@ -83,11 +130,34 @@ def losses_note(evaluation: Mapping[str, Any] | None, sweep: Mapping[str, Any] |
         sentences.append(f"its losses are of {calibration_text(calibration, 'report')}")
     if len(sentences) < 2:
         return ""
-    note = f"These losses are of different tokens and are not to be compared with each other: {'; '.join(sentences)}."
-    if sweep is None or calibration is None:
-        return note
-    tokens = plural(sweep["tokens"], "token"), plural(calibration["tokens"]["report"], "token")
-    return f"{note} The report part is one set of documents: the sweep reads {tokens[0]} of it, the calibration {tokens[1]}."
+    note = f"Losses are to be compared only where they are of the same tokens. Here {'; '.join(sentences)}."
+    if sweep is not None and calibration is not None:
+        note += f" {shared_windows(sweep, calibration)}"
+    if evaluation is not None:
+        note += " The loss by loops is of windows spread over all documents, so it may share text with the others."
+    return note
+
+
+def shared_windows(sweep: Mapping[str, Any], calibration: Mapping[str, Any]) -> str:
+    """Which of the two texts of the report part holds the other, by the fingerprints of their windows."""
+    known = [sweep.get("window_fingerprints"), calibration.get("window_fingerprints", {}).get("report")]
+    if not all(known):
+        return (
+            "The sweep and the calibration both read the report part; whether they share windows is not recorded "
+            "(a file is of an earlier version)."
+        )
+    mine, theirs = (set(windows) for windows in known)
+    n, m = plural(len(mine), "window"), plural(len(theirs), "window")
+    both = len(mine & theirs)
+    if mine == theirs:
+        return f"The sweep and the calibration read the same {n} of the report part."
+    if mine < theirs:
+        return f"The sweep's {n} {'is' if len(mine) == 1 else 'are all'} among the {m} of the report part that the calibration reads."
+    if theirs < mine:
+        return f"The {m} of the report part that the calibration reads {'is' if len(theirs) == 1 else 'are all'} among the sweep's {n}."
+    if both:
+        return f"Of the sweep's {n} of the report part {both} {'is' if both == 1 else 'are'} among the {m} that the calibration reads."
+    return f"Of the report part the sweep reads {n} and the calibration {m}; they share none."
 
 
 # -- calibration -------------------------------------------------------------------------------------------------
@@ -101,9 +171,10 @@ def calibration_sentences(found: Mapping[str, Any], mean_loops: int | None) -> l
     sentences = [_bound_words(found)]
     certified = any(found["rules"]) and math.isfinite(found["bound"])
     check = f", {beside_limit(mine, found['bound'], 'the bound')}" if certified and "dce_low" in mine else ""
+    risen = f", dCE {rise(mine)} nats against {all_loops(found['loops'])}" if any(found["rules"]) else ""
     sentences.append(
         f"On {calibration_text(found, 'report')}, which neither fitting nor certifying has seen: {mine['mean_steps']:.2f} steps, "
-        f"CE {mine['ce']:.4f}, dCE {rise(mine)} nats against {all_loops(found['loops'])}{check}."
+        f"CE {mine['ce']:.4f}{risen}{check}."
     )
     sentences.append(_default_words(found, found.get("mean_loops", mean_loops)))
     sentences.append(_rival_words(found, "single"))
@@ -132,8 +203,12 @@ def _bound_words(found: Mapping[str, Any]) -> str:
 
 
 def confidence(found: Mapping[str, Any]) -> str:
-    """`confidence 95 %`, of a calibration."""
-    return f"confidence {100 * (1 - found['delta']):.4g} %"
+    """`confidence 95 % for all that was certified together`, of a calibration; where a speed was asked for there is one bound only. Earlier
+    versions tested every path at the whole delta, so that their confidence is that of each setting by itself."""
+    level = f"confidence {100 * (1 - found['delta']):.4g} %"
+    if not {"max_dce", "max_accuracy_drop"} & set(found["goal"]):
+        return level
+    return f"{level} for {'all that was certified together' if 'delta_each' in found else 'each setting by itself'}"
 
 
 def _difference(found: Mapping[str, Any], name: str) -> Mapping[str, float] | None:
@@ -199,12 +274,12 @@ def _verdict(found: Mapping[str, Any], d: Mapping[str, float], key: str) -> str:
     """Fewer steps (or a lower loss), more, or no difference, by the paired interval."""
     noun, unit = ("steps", "steps") if key == "steps" else ("loss", "nats")
     value, low, high = (f"{round(d[name], DIGITS[key]) + 0.0:+.{DIGITS[key]}f}" for name in (key, f"{key}_low", f"{key}_high"))
-    between = f"{value} [{low}, {high}] {unit}"
+    shown = f"{value} [{low}, {high}] {unit}"
     subject, where = "the calibrated thresholds" if any(found["rules"]) else "all loops", _side(found, d, key)
     if found["clusters"]["report"] < FEWEST:
-        return f"too little text to tell a difference ({between})"
+        return f"too little text to tell a difference ({shown})"
     if where == 0:
-        return f"no difference in {noun} ({between})"
+        return f"no difference in {noun} ({shown})"
     if key == "steps":
-        return f"{subject} take {'fewer' if where < 0 else 'more'} ({between})"
-    return f"{subject} have a {'lower' if where < 0 else 'higher'} loss ({between})"
+        return f"{subject} take {'fewer' if where < 0 else 'more'} ({shown})"
+    return f"{subject} have a {'lower' if where < 0 else 'higher'} loss ({shown})"

@@ -1,0 +1,114 @@
+"""Why a setting that looks better than the recommended one in the picture is not recommended, in words. Pure functions.
+
+The picture shows measured means. The recommendation follows intervals and, where there is one, a certificate on other text; so a point may
+lie lower and further left than the ring. The page then names it and says why.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from twoscale.config.words import MARGIN, plural
+from twoscale.report.words import cost_words, rise
+from twoscale.tradeoff.choice import FIXED, FLAT, Choice, Point, below, lower_and_left, name_of, overlap
+from twoscale.tradeoff.summary import Sweep, settings_tested
+
+
+def beside_the_pick(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice) -> str:
+    """The best setting of the picture that lies lower and further left than the recommended one, and why it is not recommended; empty
+    where there is none."""
+    found = lower_and_left(sweep, choice.pick)
+    if not found:
+        return ""
+    best, loops, pick = found[0], sweep.header["loops"], name_of(choice.pick, sweep.header["loops"])
+    others = (
+        f" So {'does' if len(found) == 2 else 'do'} {plural(len(found) - 1, 'other setting')}, at a higher cost." if len(found) > 1 else ""
+    )
+    where = f"{cost_words(best, sweep.cost)}, dCE {rise(best)} on the sweep's {plural(sweep.header['tokens'], 'token')}"
+    lead = f"In the picture {name_of(best, loops)} lies lower and further left than {pick} ({where}; {_apart(sweep, best, choice.pick)})."
+    return f"{lead}{others} It is not recommended: {reason(sweep, calibration, choice, best)}."
+
+
+def _apart(sweep: Sweep, point: Point, pick: Point) -> str:
+    """Whether the intervals of loss and cost overlap."""
+    what = "time" if sweep.cost == "ms" else "FLOPs"
+    both = [name for name, key in ((what, sweep.cost), ("loss", "dce")) if overlap(point, pick, key)]
+    if len(both) == 2:
+        return f"the intervals of {what} overlap, and so do those of the loss"
+    return f"the intervals of {both[0]} overlap" if both else "the intervals lie apart"
+
+
+def reason(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice, point: Point) -> str:
+    """Why a point is not the recommended one, for every way in which the choice can pass it over."""
+    if choice.certified and calibration is not None:
+        return _not_certified(sweep, calibration, choice, point)
+    return _not_chosen(sweep, choice, point)
+
+
+def _by_flops(sweep: Sweep, choice: Choice, point: Point) -> str:
+    """Why a fixed depth is passed over for another one."""
+    fixed = name_of(choice.fixed, sweep.header["loops"])
+    lead = "fixed depths are compared by counted FLOPs, which do not vary from round to round"
+    if point["flops"] >= choice.fixed["flops"]:
+        return f"{lead}, and {fixed} takes fewer"
+    return f"{lead}; it takes less than {100 * MARGIN:.0f} % fewer than {fixed}, and a tie goes to the default depth"
+
+
+def _by_cost(sweep: Sweep, choice: Choice, point: Point) -> str:
+    """Why a rule is passed over for a fixed depth, or for another rule."""
+    what, loops = "time" if sweep.cost == "ms" else "FLOPs", sweep.header["loops"]
+    fixed = name_of(choice.fixed, loops)
+    if choice.pick is not choice.fixed:
+        return f"by whole intervals its {what} does not lie below that of {fixed}, as that of {name_of(choice.pick, loops)} does"
+    if below(choice.fixed, point, sweep.cost):
+        return f"it costs more {what} than {fixed}, by whole intervals"
+    return f"in {what} it cannot be told apart from {fixed}, and a tie goes to the fixed depth"
+
+
+def _not_chosen(sweep: Sweep, choice: Choice, point: Point) -> str:
+    """On the sweep's text alone."""
+    if point["dce_high"] > FLAT:
+        return f"the interval of its dCE reaches above {FLAT} nats"
+    if point["family"] in FIXED:
+        return _by_flops(sweep, choice, point)
+    return _by_cost(sweep, choice, point)
+
+
+def _not_certified(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice, point: Point) -> str:
+    """Among what a calibration certified."""
+    limit, loops = calibration["goal"]["max_dce"], sweep.header["loops"]
+    if point is choice.rule:
+        return f"it is certified to {limit:g} nats as well, but {_by_cost(sweep, choice, point)}"
+    if point is choice.fixed:  # the thresholds were picked, because they cost less by whole intervals
+        return f"it is certified to {limit:g} nats as well, but {name_of(choice.pick, loops)} cost less, by whole intervals"
+    if point["family"] == "full":
+        return _by_flops(sweep, choice, point)
+    path = "fixed" if point["family"] == "fixed" else "single"
+    tested = settings_tested(calibration, path)
+    if tested is None:
+        return (
+            f"it is not among what was certified to {limit:g} nats (the calibration is of an earlier version, which does not say what was "
+            "tested: calibrate again)"
+        )
+    found = next((t for t in tested if t["rule"] == point["id"]), None)
+    if found is not None and not found["passed"]:
+        level = 100 * (1 - calibration.get("delta_each", calibration["delta"]))
+        return (
+            f"it was tested on the certify part and not certified to {limit:g} nats: there its upper bound, at {level:.4g} %, "
+            f"is {found['bound']:.4f}"
+        )
+    if found is not None:
+        if path == "fixed":
+            return f"it is certified to {limit:g} nats as well, but {_by_flops(sweep, choice, point)}"
+        return f"it is certified to {limit:g} nats as well, but one threshold for all groups is only compared with, not chosen"
+    failed = next((t for t in tested if not t["passed"]), None)
+    if path == "fixed" and failed is not None and point["mean_steps"] < float(failed["rule"].partition(":")[2]):
+        return f"it was not tested: the test stops at the first depth that fails, {failed['rule']}"
+    return f"the calibration, which tests fixed depths and thresholds of {calibration['rule']}, did not test it"
+
+
+def alone_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice, alone: Point) -> str:
+    """Why what the sweep alone would choose is no second recommendation."""
+    limit, tokens = calibration["goal"]["max_dce"], plural(sweep.header["tokens"], "token")
+    chosen = f"it was chosen among many settings on the {tokens} that it is measured on, by a limit of {FLAT} nats"
+    beyond = f", and there its interval reaches above {limit:g} nats" if alone["dce_high"] > limit else ""
+    return f"{chosen}{beyond}; {reason(sweep, calibration, choice, alone)}"
