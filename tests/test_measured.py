@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from conftest import CommandLine
+from twoscale import exits
 from twoscale.cli.status import StatusLine, clock
 from twoscale.config.files import fingerprint
 from twoscale.config.progress import listening, progress_to, remark
 from twoscale.interop.convert import convert
 from twoscale.interop.load import BUNDLED
 from twoscale.interop.measured import comes_with, unpack
-from twoscale.tradeoff.load_run import name_checkpoint
+from twoscale.tradeoff.load_run import calibration_for, name_checkpoint
 from twoscale.tradeoff.summary import came_with_model, read_calibration_of, read_evaluation, read_sweep
 from twoscale.train.checkpoint import find_checkpoint
 
@@ -33,6 +34,15 @@ def test_they_are_of_the_shipped_weights(run: Path) -> None:
     assert sweep.header["weights"] == evaluation["weights"] == json.loads((run / "samples.json").read_text())["weights"] == weights
     assert sweep.point("full") is not None and sweep.rounds >= 3 and sweep.header["cpu"] and (run / "trace" / "sequence.json").exists()
     assert "limit" in json.loads((run / "geometry.jsonl").read_text().splitlines()[-1])["groups"][0]
+
+
+def test_one_calibration() -> None:
+    """`--exit auto` of the bundled model takes the calibration that comes with its measurements: the two files differ in whose they are."""
+    own, shipped = (json.loads((BUNDLED / name).read_text()) for name in ("calibration.json", "measured/calibration.json"))
+    assert own | name_checkpoint(BUNDLED) == own and {k: v for k, v in own.items() if shipped[k] != v} == name_checkpoint(BUNDLED)
+    rules, loops = calibration_for(BUNDLED)
+    assert [rules.get(g) for g in range(3)] == [r and exits.parse(r) for r in shipped["rules"]]
+    assert loops == shipped["loops"]
 
 
 def test_other_weights_get_none(run: Path, tmp_path: Path) -> None:
@@ -62,6 +72,7 @@ def test_pack_and_take_up_again(run: Path, tmp_path: Path, cli: CommandLine) -> 
     for name in ("evaluation.json", "calibration.json", "sweep.jsonl", "samples.json", "trace/sequence.json"):
         assert (folder / "measured" / name).read_bytes() == (BUNDLED / "measured" / name).read_bytes()
     assert comes_with(folder) == comes_with(BUNDLED)
+    assert calibration_for(folder) == calibration_for(run), "--exit auto of the model is what was measured"
     for words, says in ((("--out", tmp_path / "elsewhere"), "is no folder"), ((), "--measurements needs a run")):
         code, _, err = cli("export", run, *words, "--measurements")
         assert code == 2 and says in err and err.count("\n") == 1

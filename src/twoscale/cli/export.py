@@ -28,7 +28,8 @@ class ExportArgs:
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Precision of the weights on disk."""
     measurements: bool = False
-    """Write no weights: put what was measured of RUN beside those in OUT, of which RUN was made; runs that are made of OUT then have it."""
+    """Write no weights: put what was measured of RUN beside those in OUT, of which RUN was made. Runs made of OUT then have it, and
+    --exit auto of OUT takes RUN's calibration."""
     code: bool = True
     """Whether to write the file that transformers opens the model with; without it the folder is for twoscale.load alone."""
 

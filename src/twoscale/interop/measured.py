@@ -1,4 +1,5 @@
 """Measurements that come with a model: made once, kept beside its weights in FOLDER/measured, and taken up by every run that is made of it.
+The calibration among them is also FOLDER/calibration.json, which `exit="auto"` of the model itself takes.
 
 They belong to weights, not to a name: about.json holds the fingerprint of the model's file and of the checkpoint that was measured, and
 what does not fit is not taken. Times in them are of the machine that is named in the sweep's first line.
@@ -21,7 +22,8 @@ COMMAND = "twoscale reproduce --bundled-only"  # measures all of it
 
 
 def pack(run: Path, folder: Path) -> Path:
-    """Put what was measured of a run beside the weights of the model that the run was made of; returns the folder of the copies."""
+    """Put what was measured of a run beside the weights of the model that the run was made of; returns the folder of the copies. The run's
+    calibration also becomes the model's own."""
     checkpoint = find_checkpoint(run, None)
     about, mine = name_checkpoint(checkpoint), RunFolder(run)
     for path, weights in _weights(mine).items():
@@ -40,7 +42,16 @@ def pack(run: Path, folder: Path) -> Path:
     _place(folder).geometry.unlink(missing_ok=True)
     write_record(place, record)
     write_json(_about(folder), {"model": fingerprint(folder / MODEL), **about})
+    write_calibration(mine, folder)
     return place
+
+
+def write_calibration(run: RunFolder, folder: Path) -> None:
+    """The calibration of a run as that of the model's own folder, by the fingerprint of its file there: `exit="auto"` of the model is then
+    what the measurements say of it."""
+    found = read_calibration(run.calibration)
+    assert found is not None
+    write_json(RunFolder(folder).calibration, found | name_checkpoint(folder))
 
 
 def unpack(folder: Path, run: Path) -> bool:
