@@ -1,14 +1,15 @@
 # Commands that do all of their own set-up: `make reproduce` (the main job), `make test` (the suite), `make test-long` (tests that take
-# minutes each), `make test-vllm` (the vLLM plugin), `make lint`, and `make sanitize`.
+# minutes each), `make test-vllm` (the vLLM plugin), `make test-ray` (replicas), `make lint`, and `make sanitize`.
 # They need Python 3.11 or newer with pip, and nothing else.
 
 PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
+VENV_RAY := .venv-ray
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: reproduce test test-long test-gpu test-vllm venv-vllm lint sanitize clean
+.PHONY: reproduce test test-long test-gpu test-vllm venv-vllm test-ray lint sanitize clean
 
 reproduce: $(VENV)/.core
 	$(VENV)/bin/twoscale reproduce --preset tiny --with-bundled --effort short $(ARGS)
@@ -29,6 +30,12 @@ test-vllm:
 	else echo "vLLM could not be installed here: the tests of its plugin are skipped"; fi
 
 venv-vllm: $(VENV_VLLM)/.vllm
+
+# Replicas with Ray Serve, in an environment of its own. Where Ray cannot be installed the tests are skipped.
+test-ray:
+	@if $(MAKE) --no-print-directory $(VENV_RAY)/.ray; then \
+	    OMP_WAIT_POLICY=PASSIVE $(VENV_RAY)/bin/python -m pytest tests/test_ray.py -rs $(ARGS); \
+	else echo "Ray could not be installed here: the tests of its replicas are skipped"; fi
 
 # Device tests on a GPU; where there is none they are skipped and say so.
 test-gpu: $(VENV)/.test
@@ -68,5 +75,11 @@ $(VENV_VLLM)/.vllm: pyproject.toml requirements-vllm.txt
 	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps --no-build-isolation --editable .
 	touch $@
 
+$(VENV_RAY)/.ray: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_RAY)
+	$(VENV_RAY)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt --editable '.[ray]' \
+	    pytest pytest-timeout httpx
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_VLLM)
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_RAY)

@@ -98,6 +98,8 @@ class BenchServeArgs:
     """Instead: so many seconds of overload by twice as many clients, some of whom hang up; looks at memory and at every answer."""
     vllm: bool = False
     """Instead: vLLM with our plugin and our own server, each with all loops and with exits (needs vLLM: `make venv-vllm`)."""
+    replicas: int = 0
+    """Instead: so many replicas beside one, by Ray Serve, with one thread each (needs Ray: `make test-ray`)."""
     busy: bool = False
     """Instead: one request to `bundled` on free cores, with one core kept busy by another program, and with all of them."""
     mixed: bool = False
@@ -352,6 +354,8 @@ def _serve(args: BenchServeArgs) -> int:
         return soak(model, load, byte_tokenizer(), args.soak, print)
     if args.vllm:
         return bench_scale.serve_vllm(args, model, load)
+    if args.replicas:
+        return bench_scale.serve_replicas(args, model, load)
     if args.mixed:
         rounds = serve.bench_mixed(model, load, args.rounds, say)
         print(f"preset {args.preset}, {args.clients} clients, lockstep, medians of {args.rounds} rounds in turns")

@@ -1,14 +1,33 @@
-"""`twoscale bench serve --vllm` and `--speculate`."""
+"""`twoscale bench serve --vllm`, `--replicas` and `--speculate`."""
 
 from statistics import median
 from typing import TYPE_CHECKING
 
 from twoscale.cli.parse import say
+from twoscale.config import UserError, missing_package
 
 if TYPE_CHECKING:
     from twoscale.bench.serve import Load
     from twoscale.cli.bench import BenchServeArgs
     from twoscale.model import LoopedGPT
+
+
+def serve_replicas(args: "BenchServeArgs", model: "LoopedGPT", load: "Load") -> int:
+    try:
+        from twoscale.bench.replicas import bench_replicas
+    except ModuleNotFoundError as error:
+        raise missing_package(f"this bench needs {error.name}", "ray", "httpx") from None
+    from twoscale.bench.serve import words
+    from twoscale.data.tokenizer import byte_tokenizer
+
+    if not 2 <= args.replicas <= 64:
+        raise UserError(f"--replicas {args.replicas}: between 2 and 64")
+    rounds = bench_replicas(model, load, byte_tokenizer(), args.replicas, args.rounds, say)
+    print(f"preset {args.preset}, {args.clients} clients over HTTP, one thread a replica, medians of {args.rounds} rounds in turns")
+    for name, results in (("one replica", [a for a, _ in rounds]), (f"{args.replicas} replicas", [b for _, b in rounds])):
+        print(f"{name:<34}{words(results)}")
+    print(f"{args.replicas} replicas beside one: {median(b.rate / a.rate for a, b in rounds):.2f}x")
+    return 0
 
 
 def serve_vllm(args: "BenchServeArgs", model: "LoopedGPT", load: "Load") -> int:

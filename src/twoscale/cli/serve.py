@@ -15,8 +15,10 @@ from twoscale.config import UserError, missing_package
 from twoscale.config.dtypes import DtypeChoice
 
 if TYPE_CHECKING:
-    from twoscale.data import Tokenizer
-    from twoscale.model import LoopedGPT
+    from socket import socket
+
+    from twoscale.serve.build import Settings
+    from twoscale.serve.connections import Connections
 
 
 @dataclass(frozen=True)
@@ -54,24 +56,12 @@ class ServeArgs:
     """Environment variable with the API key; if it is not set, no key is required."""
     engine: Literal["twoscale", "vllm"] = "twoscale"
     """Who computes: this package, or vLLM with our plugin, at a fixed depth unless --hf-overrides names an exit rule."""
+    replicas: int = 0
+    """Serve by so many processes, which Ray Serve starts and replaces when they die; 0: by this one alone, without Ray."""
+    ray_address: str = ""
+    """With --replicas: HOST:PORT of a Ray cluster, or auto; empty starts Ray on this machine."""
     hf_overrides: str = ""
     """With --engine vllm: settings as JSON, above all `loops` (one number, or one for each group) and `exit`."""
-
-
-def _open(name: str, dtype: DtypeChoice, device: str) -> tuple["LoopedGPT", "Tokenizer", str, tuple[Any, int] | None]:
-    """The model of a folder, looped or not, its tokenizer, its name for clients, and its calibration where it has one that fits."""
-    from twoscale.interop import find, load
-    from twoscale.tradeoff.load_run import calibration_for
-
-    folder = find(name)
-    model, tokenizer = load(folder, dtype, device)
-    if tokenizer is None:
-        raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
-    try:
-        calibrated = calibration_for(folder, model.weight_dtype) if model.config.n_groups else None
-    except UserError:
-        calibrated = None
-    return model, tokenizer, name if name == "bundled" else folder.resolve().name, calibrated
 
 
 VLLM_TAKES = ("model", "host", "port", "max_num_seqs", "cache_mb", "key_env", "engine", "hf_overrides")  # the other options are ours alone
@@ -103,35 +93,74 @@ def run(args: list[str]) -> int:
         raise UserError("--port lies between 0 and 65535; --max-num-seqs, --cache-mb, --max-queue and --max-connections are at least 1")
     if not min(options.timeout, options.read_timeout) > 0 or not max(options.timeout, options.read_timeout) <= 86_400:
         raise UserError("--timeout and --read-timeout are above 0 and at most a day")
+    if not 0 <= options.replicas <= 1000 or (options.ray_address and not options.replicas):
+        raise UserError("--replicas lies between 0 and 1000, and --ray-address goes with it")
     if options.engine == "vllm":
         return _run_vllm(options)
     if options.hf_overrides:
         raise UserError("--hf-overrides goes with --engine vllm; requests to our own server say loops and exit themselves")
     try:
+        from twoscale.interop import find
         from twoscale.serve.app import create_app
-        from twoscale.serve.connections import HTTPServer
-        from twoscale.serve.limits import Limits
+        from twoscale.serve.build import build_server
         from twoscale.serve.local import listen
-        from twoscale.serve.server import Server
     except ModuleNotFoundError as error:
         raise missing_package(f"serving needs {error.name}", "serve") from None
-    from twoscale.engine.policy import choose_policy
-    from twoscale.engine.scheduler import Scheduler
-    from twoscale.engine.speculation import parse_speculation
 
-    speculate = parse_speculation(options.speculate)
-    model, tokenizer, name, calibrated = _open(options.model, options.dtype, options.device)
+    if options.replicas:
+        return _run_replicas(options)
+    settings = _settings(options)
+    find(options.model)  # a folder that is not there is told first
     listening = listen(options.host, options.port)
-    policy, why = choose_policy(model, options.max_num_seqs) if options.policy == "auto" else (options.policy, options.policy)
-    scheduler = Scheduler(model, policy, max_num_seqs=options.max_num_seqs, cache_bytes=options.cache_mb << 20)
+    server, why = build_server(settings)
+    say(f"policy: {why}")
+    _run_http(options, create_app(server), server.connections, listening)
+    return 0
+
+
+def _settings(options: ServeArgs) -> "Settings":
+    """The settings of one server."""
+    from twoscale.engine.speculation import parse_speculation
+    from twoscale.serve.build import Settings
+    from twoscale.serve.limits import Limits
+
     limits = Limits(
         timeout=options.timeout, max_queue=options.max_queue, max_connections=options.max_connections, read_timeout=options.read_timeout
     )
     key = os.environ.get(options.key_env) or None
-    server = Server(model, tokenizer, name, scheduler, calibrated=calibrated, limits=limits, key=key, speculate=speculate)
-    say(f"policy: {why}")
-    http = HTTPServer(create_app(server), server.connections, timeout_graceful_shutdown=int(options.timeout) + 1)
+    return Settings(
+        options.model, options.policy, options.max_num_seqs, options.cache_mb, key, limits, parse_speculation(options.speculate),
+        options.dtype, options.device,
+    )  # fmt: skip
+
+
+def _run_http(options: ServeArgs, app: Any, connections: "Connections", listening: "socket") -> None:
+    """Answer HTTP requests until told to stop."""
+    from twoscale.serve.connections import HTTPServer
+
+    http = HTTPServer(app, connections, timeout_graceful_shutdown=int(options.timeout) + 1)
     say(f"http://{options.host}:{listening.getsockname()[1]}/v1")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends gracefully, then raises the signal again: being told to go is no fault
     http.run(sockets=[listening])
+
+
+def _run_replicas(options: ServeArgs) -> int:
+    """Serve by several processes, which Ray Serve starts and replaces."""
+    from twoscale.interop import find
+    from twoscale.serve.front import Front, create_front
+    from twoscale.serve.local import listen
+
+    try:
+        from twoscale.serve import ray_replicas
+    except ModuleNotFoundError as error:
+        raise missing_package(f"--replicas needs {error.name}", "ray") from None
+    find(options.model)  # a folder that is not there is told before anything is started
+    listening, settings = listen(options.host, options.port), _settings(options)
+    handle = ray_replicas.start(settings, options.replicas, options.ray_address)
+    try:
+        front = Front(ray_replicas.RayReplicas(handle), settings.limits, settings.key)
+        say(f"replicas: {options.replicas}")
+        _run_http(options, create_front(front), front.connections, listening)
+    finally:
+        ray_replicas.stop(options.ray_address)
     return 0

@@ -5,7 +5,7 @@ import hmac
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twoscale.config import UserError
 from twoscale.serve.api import CompletionRequest, InvalidRequest
+from twoscale.serve.limits import Limits
 from twoscale.serve.server import Choice, Server
 from twoscale.serve.worker import Busy, InternalError
 
@@ -33,12 +34,19 @@ def error(status: int, message: str, param: str | None = None, headers: dict[str
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
 
 
+class Guarded(Protocol):
+    """What RequestGuard checks requests by."""
+
+    key: str | None
+    limits: Limits
+
+
 class RequestGuard:
     """ASGI middleware that checks the API key and the size of the body.
 
     Not a Starlette BaseHTTPMiddleware, which would add overhead to every streamed token."""
 
-    def __init__(self, app: ASGIApp, server: Server) -> None:
+    def __init__(self, app: ASGIApp, server: Guarded) -> None:
         self.app, self.server = app, server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,7 +160,7 @@ def create_app(server: Server) -> FastAPI:
     return app
 
 
-async def _or_disconnect(work: Awaitable[T], request: Request) -> T:
+async def or_disconnect(work: Awaitable[T], request: Request) -> T:
     """The result of `work`. If the client disconnects first, `work` is cancelled and ClientDisconnect is raised."""
 
     async def disconnected() -> None:
@@ -179,7 +187,7 @@ async def _complete_response(server: Server, body: CompletionRequest, choices: l
             pass
 
     try:
-        await _or_disconnect(collect(), request)
+        await or_disconnect(collect(), request)
     except ClientDisconnect:
         return Response(status_code=499)
     completions = [server.choice_json(i, c, c.text) for i, c in enumerate(choices)]
@@ -228,7 +236,7 @@ async def _stream_response(events: AsyncGenerator[str], request: Request) -> Res
             await events.aclose()
 
     try:
-        first = await _or_disconnect(anext(events), request)
+        first = await or_disconnect(anext(events), request)
     except ClientDisconnect:
         await events.aclose()
         return Response(status_code=499)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from twoscale.config import UserError
 from twoscale.serve.connections import HTTPServer
@@ -26,7 +26,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def run_in_thread(app: FastAPI, stop_timeout: float = 60.0) -> Iterator[str]:
+def run_in_thread(app: Starlette, stop_timeout: float = 60.0) -> Iterator[str]:
     """Run the application on a free port; yields its URL. At the end it is stopped gracefully within `stop_timeout` seconds."""
     listening = listen("127.0.0.1", 0)
     server = HTTPServer(app, app.state.connections)

@@ -1,0 +1,53 @@
+"""A server from its settings: what `twoscale serve` makes in its own process, and every replica in its own."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from twoscale.config import UserError
+from twoscale.config.dtypes import DtypeChoice
+from twoscale.engine.policy import choose_policy
+from twoscale.engine.scheduler import Scheduler
+from twoscale.engine.speculation import OFF, Speculation
+from twoscale.interop import find, load
+from twoscale.serve.limits import Limits
+from twoscale.serve.server import Server
+from twoscale.tradeoff.load_run import calibration_for
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which model is served, and how; see the options of `twoscale serve`."""
+
+    model: str
+    policy: str = "auto"
+    max_num_seqs: int = 32
+    cache_mb: int = 1024
+    key: str | None = field(default=None, repr=False)
+    limits: Limits = field(default_factory=Limits)
+    speculate: Speculation = OFF
+    dtype: DtypeChoice = "auto"
+    device: str = "cpu"
+
+
+def name_of(model: str, folder: Path) -> str:
+    """What clients call a model."""
+    return model if model == "bundled" else folder.resolve().name
+
+
+def build_server(settings: Settings) -> tuple[Server, str]:
+    """The server, its scheduler thread not yet started, and why it has its policy. Models without loops are served too."""
+    folder = find(settings.model)
+    model, tokenizer = load(folder, settings.dtype, settings.device)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
+    try:
+        calibrated = calibration_for(folder, model.weight_dtype) if model.config.n_groups else None
+    except UserError:
+        calibrated = None
+    policy, why = choose_policy(model, settings.max_num_seqs) if settings.policy == "auto" else (settings.policy, settings.policy)
+    scheduler = Scheduler(model, policy, max_num_seqs=settings.max_num_seqs, cache_bytes=settings.cache_mb << 20)
+    name = name_of(settings.model, folder)
+    server = Server(
+        model, tokenizer, name, scheduler, calibrated=calibrated, limits=settings.limits, key=settings.key, speculate=settings.speculate
+    )
+    return server, why
