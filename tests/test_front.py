@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from conftest import CommandLine, is_one_line
 from twoscale.engine.scheduler import Scheduler
 
 pytest.importorskip("fastapi", reason="fastapi is not installed (the extra twoscale[serve])")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed (the extra twoscale[test])")
 
-from twoscale.serve.front import DIED, Front, ReplicaDied, add_metrics, create_front, rows_of  # noqa: E402
+from twoscale.serve.front import DIED, Front, ReplicaDied, create_front, n_sequences  # noqa: E402
 from twoscale.serve.limits import Limits  # noqa: E402
-from twoscale.serve.replica import Asked, Head, Replica  # noqa: E402
+from twoscale.serve.local import listen  # noqa: E402
+from twoscale.serve.metrics import ReplicaMetrics, is_counter, parse_metrics  # noqa: E402
+from twoscale.serve.replica import HTTPRequest, Replica, ResponseStart  # noqa: E402
 from twoscale.serve.server import Server  # noqa: E402
 
 
@@ -24,13 +27,13 @@ class Pair:
     def __init__(self, loaded, dies_after: int | None = None) -> None:  # type: ignore[no-untyped-def]
         model, tokenizer = loaded
         self.replicas = [Replica(Server(model, tokenizer, "nano", Scheduler(model, "lockstep", max_num_seqs=4))) for _ in range(2)]
-        self.dies_after, self.dead, self.n_asked = dies_after, False, 0
+        self.dies_after, self.dead, self.n_sent = dies_after, False, 0
 
-    async def ask(self, asked: Asked, rows: int) -> AsyncGenerator[Head | bytes]:
+    async def send(self, request: HTTPRequest, sequences: int) -> AsyncGenerator[ResponseStart | bytes]:
         mortal = self.dies_after is not None and not self.dead
-        self.n_asked += 1
+        self.n_sent += 1
         n = 0
-        messages = self.replicas[0 if mortal else 1].ask(asked)
+        messages = self.replicas[0 if mortal else 1].send(request)
         try:
             async for message in messages:
                 if mortal and n == self.dies_after:
@@ -41,8 +44,8 @@ class Pair:
         finally:
             await messages.aclose()
 
-    async def metrics(self) -> list[str]:
-        return [replica.server.metrics() for replica in self.replicas]
+    async def metrics(self) -> dict[str, str]:
+        return {f"replica {i}": replica.server.metrics() for i, replica in enumerate(self.replicas)}
 
     def stop(self) -> None:
         for replica in self.replicas:
@@ -91,11 +94,11 @@ def test_same_answer(loaded) -> None:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("dies_after", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_asked_again(dies_after: int, stream: bool, loaded) -> None:  # type: ignore[no-untyped-def]
+def test_retried(dies_after: int, stream: bool, loaded) -> None:  # type: ignore[no-untyped-def]
     """A replica that dies before anything was sent to the client: another one answers, once."""
     pair = Pair(loaded, dies_after)
     ([response], front) = ask(pair, {**BODY, "stream": stream})
-    assert response.status_code == 200 and pair.n_asked == 2 and front.n_asked_again == 1
+    assert response.status_code == 200 and pair.n_sent == 2 and front.n_retried == 1
     assert response.text.count('"finish_reason": "length"' if stream else '"finish_reason":"length"') == 1
 
 
@@ -105,45 +108,77 @@ def test_dies_while_streaming(loaded) -> None:  # type: ignore[no-untyped-def]
     ([response], _) = ask(pair, {**BODY, "stream": True})
     events = texts_of(response.text)
     assert events[-1] == {"error": {"message": DIED, "type": "server_error"}} and len(events) == 3 and "[DONE]" not in response.text
-    assert pair.n_asked == 1
+    assert pair.n_sent == 1
 
 
 def test_all_die(loaded) -> None:  # type: ignore[no-untyped-def]
     """A request whose replicas all die ends with 503."""
     pair = Pair(loaded, 0)
-    pair.ask = _always_dying  # type: ignore[assignment, method-assign]
+    pair.send = _always_dying  # type: ignore[assignment, method-assign]
     ([response], _) = ask(pair, BODY)
     assert response.status_code == 503 and "replicas died" in response.text
 
 
-async def _always_dying(asked: Asked, rows: int) -> AsyncGenerator[Head | bytes]:
+async def _always_dying(request: HTTPRequest, sequences: int) -> AsyncGenerator[ResponseStart | bytes]:
     raise ReplicaDied
     yield b""
 
 
 def test_metrics_add_up(loaded) -> None:  # type: ignore[no-untyped-def]
-    """Counters of all replicas are added, means are taken anew from the sums, and every metric of one server is there once."""
+    """Counters and sizes of all replicas are added, means and shares are computed from the totals, and every metric is there once."""
     pair = Pair(loaded)
     (_, front) = ask(pair, BODY, BODY)
-    each = asyncio.run(pair.metrics())
+    each = [parse_metrics(text) for text in asyncio.run(pair.metrics()).values()]
     text = asyncio.run(front.metrics())
-    value = dict(line.rpartition(" ")[::2] for line in text.splitlines() if not line.startswith("#"))
-    assert float(value["twoscale_tokens_total"]) == 12 and float(value["twoscale_replicas"]) == 2
-    mean = float(value['twoscale_loop_steps_total{group="0"}']) / float(value["twoscale_processed_tokens_total"])
-    assert float(value['twoscale_mean_steps{group="0"}']) == pytest.approx(mean) and mean > 1
-    assert text.count("# TYPE twoscale_tokens_total") == 1 and add_metrics(each).splitlines()[0] == each[0].splitlines()[0]
+    total = parse_metrics(text)
+    assert total["twoscale_tokens_total"] == 12 and total["twoscale_replicas"] == 2
+    mean = total['twoscale_loop_steps_total{group="0"}'] / total["twoscale_processed_tokens_total"]
+    assert total['twoscale_mean_steps{group="0"}'] == pytest.approx(mean) and mean > 1
+    added = {"waiting", "running", "connections", "cache_bytes", "cache_bytes_limit"}
+    computed = {"running_ratio", "mean_steps", "speculation_acceptance"}
+    gauges = {name.partition("{")[0].removeprefix("twoscale_") for name in each[0] if not is_counter(name)}
+    assert gauges == added | computed, "a new gauge: serve/metrics.py must know whether it can be added"
+    for name in each[0]:
+        base = name.partition("{")[0].removeprefix("twoscale_")
+        assert base in computed or total[name] == sum(values[name] for values in each), name
+    assert text.count("# TYPE twoscale_tokens_total") == 1 and set(total) == {*each[0], "twoscale_replicas", "twoscale_retried_total"}
+
+
+def test_shares_of_totals() -> None:
+    """Shares come from the totals: replicas with 1 of 2 and 8 of 8 guesses right have 9 of 10 together, not 0.75."""
+
+    def text(drafted: int, accepted: int, running: float) -> str:
+        names = ("speculation_drafted_total", "speculation_accepted_total", "speculation_acceptance", "running_ratio")
+        return "".join(f"twoscale_{n} {v}\n" for n, v in zip(names, (drafted, accepted, accepted / drafted, running), strict=True))
+
+    total = parse_metrics(ReplicaMetrics().update({"a": text(2, 1, 0.5), "b": text(8, 8, 1.0)}))
+    assert total["twoscale_speculation_acceptance"] == 0.9 and total["twoscale_running_ratio"] == 0.75
+
+
+def test_totals_of_the_dead() -> None:
+    """What a dead replica had counted stays in the totals, also while no replica is alive; its gauges do not."""
+    metrics = ReplicaMetrics()
+
+    def total(texts: dict[str, tuple[int, int]]) -> tuple[float, float]:
+        found = parse_metrics(metrics.update({k: f"twoscale_tokens_total {n}\ntwoscale_running {r}\n" for k, (n, r) in texts.items()}))
+        return found["twoscale_tokens_total"], found["twoscale_running"]
+
+    assert total({"a": (100, 3), "b": (50, 2)}) == (150, 5)
+    assert total({"b": (60, 1)}) == (160, 1)
+    assert total({}) == (160, 0)
+    assert total({"b": (70, 1), "c": (5, 4)}) == (175, 5)
 
 
 @pytest.mark.parametrize(
-    ("body", "rows"),
+    ("body", "sequences"),
     [
         (b'{"prompt": "a"}', 1), (b'{"prompt": [1, 2, 3], "n": 2}', 2), (b'{"prompt": ["a", "b"], "n": 3}', 6),
         (b'{"prompt": ["a"], "n": 100000}', 64), (b"", 1), (b"[]", 1), (b"{", 1), (b'{"prompt": [], "n": "x"}', 1),
     ],
 )  # fmt: skip
-def test_rows(body: bytes, rows: int) -> None:
-    """A request counts as many rows as it asks for sequences."""
-    assert rows_of(body) == rows
+def test_n_sequences(body: bytes, sequences: int) -> None:
+    """The front counts as many sequences as a request asks for."""
+    assert n_sequences(body) == sequences
 
 
 def test_replica_stops_with_its_client(loaded, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -152,8 +187,8 @@ def test_replica_stops_with_its_client(loaded, tmp_path: Path) -> None:  # type:
 
     async def leave() -> None:
         body = json.dumps({**BODY, "max_tokens": 60, "stream": True}).encode()
-        messages = pair.replicas[0].ask(Asked("POST", "/v1/completions", ((b"content-type", b"application/json"),), body))
-        assert isinstance(await anext(messages), Head) and await anext(messages)
+        messages = pair.replicas[0].send(HTTPRequest("POST", "/v1/completions", ((b"content-type", b"application/json"),), body))
+        assert isinstance(await anext(messages), ResponseStart) and await anext(messages)
         await messages.aclose()
         for _ in range(200):
             if not pair.replicas[0].server.worker.scheduler.running:
@@ -163,3 +198,27 @@ def test_replica_stops_with_its_client(loaded, tmp_path: Path) -> None:  # type:
 
     asyncio.run(leave())
     pair.stop()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--replicas", "0"), "between 1 and 1000"),
+        (("--replicas", "-1"), "between 1 and 1000"),
+        (("--ray-address", "head:6379"), "goes with --replicas"),
+        (("--replicas", "2", "--engine", "vllm"), "--replicas does not go with --engine vllm"),
+        (("--replicas", "2"), "Ray"),
+    ],
+)
+def test_refused(words: tuple[str, ...], line: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of replicas that make no sense, and replicas where Ray is not installed: one line and code 2."""
+    monkeypatch.setattr("twoscale.serve.ray_cluster.importlib.util.find_spec", lambda name: None)
+    code, _, err = cli("serve", "bundled", "--port", "0", *words)
+    assert code == 2 and line in err and is_one_line(err)
+
+
+def test_port_in_use(cli: CommandLine) -> None:
+    """A port in use is told before Ray is started."""
+    with listen("127.0.0.1", 0) as taken:
+        code, _, err = cli("serve", "bundled", "--replicas", "2", "--port", taken.getsockname()[1])
+    assert code == 2 and "cannot listen on" in err and is_one_line(err)

@@ -99,7 +99,7 @@ class BenchServeArgs:
     vllm: bool = False
     """Instead: vLLM with our plugin and our own server, each with all loops and with exits (needs vLLM: `make venv-vllm`)."""
     replicas: int = 0
-    """Instead: so many replicas beside one, by Ray Serve, with one thread each (needs Ray: `make test-ray`)."""
+    """Instead: so many replicas beside one, by Ray Serve, each pinned to one core (needs Ray: `make venv-ray`)."""
     busy: bool = False
     """Instead: one request to `bundled` on free cores, with one core kept busy by another program, and with all of them."""
     mixed: bool = False

@@ -23,7 +23,7 @@ def serve_replicas(args: "BenchServeArgs", model: "LoopedGPT", load: "Load") -> 
     if not 2 <= args.replicas <= 64:
         raise UserError(f"--replicas {args.replicas}: between 2 and 64")
     rounds = bench_replicas(model, load, byte_tokenizer(), args.replicas, args.rounds, say)
-    print(f"preset {args.preset}, {args.clients} clients over HTTP, one thread a replica, medians of {args.rounds} rounds in turns")
+    print(f"preset {args.preset}, {args.clients} clients over HTTP, a core for each replica, medians of {args.rounds} rounds in turns")
     for name, results in (("one replica", [a for a, _ in rounds]), (f"{args.replicas} replicas", [b for _, b in rounds])):
         print(f"{name:<34}{words(results)}")
     print(f"{args.replicas} replicas beside one: {median(b.rate / a.rate for a, b in rounds):.2f}x")

@@ -13,6 +13,7 @@ import tyro
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, missing_package
 from twoscale.config.dtypes import DtypeChoice
+from twoscale.config.words import plural
 
 if TYPE_CHECKING:
     from socket import socket
@@ -56,14 +57,15 @@ class ServeArgs:
     """Environment variable with the API key; if it is not set, no key is required."""
     engine: Literal["twoscale", "vllm"] = "twoscale"
     """Who computes: this package, or vLLM with our plugin, at a fixed depth unless --hf-overrides names an exit rule."""
-    replicas: int = 0
-    """Serve by so many processes, which Ray Serve starts and replaces when they die; 0: by this one alone, without Ray."""
+    replicas: int | None = None
+    """Serve by so many processes, which Ray Serve starts and replaces when they die. By default this process serves, without Ray."""
     ray_address: str = ""
     """With --replicas: HOST:PORT of a Ray cluster, or auto; empty starts Ray on this machine."""
     hf_overrides: str = ""
     """With --engine vllm: settings as JSON, above all `loops` (one number, or one for each group) and `exit`."""
 
 
+MAX_REPLICAS = 1000
 VLLM_TAKES = ("model", "host", "port", "max_num_seqs", "cache_mb", "key_env", "engine", "hf_overrides")  # the other options are ours alone
 
 
@@ -93,8 +95,10 @@ def run(args: list[str]) -> int:
         raise UserError("--port lies between 0 and 65535; --max-num-seqs, --cache-mb, --max-queue and --max-connections are at least 1")
     if not min(options.timeout, options.read_timeout) > 0 or not max(options.timeout, options.read_timeout) <= 86_400:
         raise UserError("--timeout and --read-timeout are above 0 and at most a day")
-    if not 0 <= options.replicas <= 1000 or (options.ray_address and not options.replicas):
-        raise UserError("--replicas lies between 0 and 1000, and --ray-address goes with it")
+    if options.replicas is not None and not 1 <= options.replicas <= MAX_REPLICAS:
+        raise UserError(f"--replicas {options.replicas}: between 1 and {MAX_REPLICAS}; leave it away to serve without Ray")
+    if options.ray_address and options.replicas is None:
+        raise UserError("--ray-address goes with --replicas")
     if options.engine == "vllm":
         return _run_vllm(options)
     if options.hf_overrides:
@@ -107,7 +111,7 @@ def run(args: list[str]) -> int:
     except ModuleNotFoundError as error:
         raise missing_package(f"serving needs {error.name}", "serve") from None
 
-    if options.replicas:
+    if options.replicas is not None:
         return _run_replicas(options)
     settings = _settings(options)
     find(options.model)  # a folder that is not there is told first
@@ -146,21 +150,27 @@ def _run_http(options: ServeArgs, app: Any, connections: "Connections", listenin
 
 def _run_replicas(options: ServeArgs) -> int:
     """Serve by several processes, which Ray Serve starts and replaces."""
+    from twoscale.config.cpu import usable_cores
     from twoscale.interop import find
     from twoscale.serve.front import Front, create_front
     from twoscale.serve.local import listen
+    from twoscale.serve.ray_cluster import connected
 
-    try:
-        from twoscale.serve import ray_replicas
-    except ModuleNotFoundError as error:
-        raise missing_package(f"--replicas needs {error.name}", "ray") from None
+    assert options.replicas is not None
     find(options.model)  # a folder that is not there is told before anything is started
-    listening, settings = listen(options.host, options.port), _settings(options)
-    handle = ray_replicas.start(settings, options.replicas, options.ray_address)
-    try:
-        front = Front(ray_replicas.RayReplicas(handle), settings.limits, settings.key)
-        say(f"replicas: {options.replicas}")
-        _run_http(options, create_front(front), front.connections, listening)
-    finally:
-        ray_replicas.stop(options.ray_address)
+    settings, listening = _settings(options), listen(options.host, options.port)
+    cpus = 1 if options.ray_address else max(1, usable_cores() // options.replicas)
+    gpus = options.replicas if options.device != "cpu" else 0
+    with connected(options.replicas * cpus, gpus, options.ray_address):
+        from twoscale.serve.ray_replicas import deployed  # Ray reads its environment when it is imported
+
+        signal.signal(signal.SIGTERM, _exit)  # Ray has set a handler of its own
+        with deployed(settings, options.replicas, cpus) as replicas:
+            front = Front(replicas, settings.limits, settings.key)
+            say(f"replicas: {options.replicas}, with {plural(cpus, 'thread')} each")
+            _run_http(options, create_front(front), front.connections, listening)
     return 0
+
+
+def _exit(*_: object) -> None:
+    raise SystemExit(0)

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from twoscale.serve.app import create_app
+from twoscale.serve.logs import LOG
 from twoscale.serve.server import Server
 
-STOP_SECONDS = 5.0  # for a request to notice that its client has gone
+STOP_SECONDS = 5.0  # for a request to notice that its client has disconnected
 
 
 @dataclass(frozen=True)
-class Asked:
-    """An HTTP request."""
+class HTTPRequest:
+    """An HTTP request with its whole body."""
 
     method: str
     path: str
@@ -22,8 +23,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Head:
-    """Status and headers of a response; its body follows as bytes, in one piece or several."""
+class ResponseStart:
+    """Status and headers of a response; its body follows as bytes, in one part or several."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
@@ -36,31 +37,36 @@ class Replica:
         self.server, self.app = server, create_app(server)
         server.worker.start()
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[Head | bytes]:
-        """The response to a request: a Head, then its body. Closing the iterator is a client that disconnects."""
+    async def send(self, request: HTTPRequest) -> AsyncGenerator[ResponseStart | bytes]:
+        """The response to a request: a ResponseStart, then its body. Closing the iterator is a client that disconnects."""
         scope: dict[str, Any] = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": asked.method, "scheme": "http", "path": asked.path,
-            "raw_path": asked.path.encode(), "query_string": b"", "root_path": "", "headers": list(asked.headers), "client": None,
-            "server": None,
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method, "scheme": "http",
+            "path": request.path, "raw_path": request.path.encode(), "query_string": b"", "root_path": "",
+            "headers": list(request.headers), "client": None, "server": None,
         }  # fmt: skip
         messages: asyncio.Queue[Any] = asyncio.Queue()
-        body, gone = [{"type": "http.request", "body": asked.body, "more_body": False}], asyncio.Event()
+        body, disconnected = [{"type": "http.request", "body": request.body, "more_body": False}], asyncio.Event()
 
         async def receive() -> Any:
             if body:
                 return body.pop()
-            await gone.wait()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
+        def ended(task: asyncio.Future[None]) -> None:
+            if not task.cancelled() and (problem := task.exception()) is not None:  # the application has sent a 500 for it
+                LOG.error("a request failed", exc_info=problem)
+            messages.put_nowait(None)
+
         task = asyncio.ensure_future(self.app(scope, receive, messages.put))
-        task.add_done_callback(lambda _: messages.put_nowait(None))
+        task.add_done_callback(ended)
         try:
             while (message := await messages.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield Head(message["status"], tuple((bytes(name), bytes(value)) for name, value in message["headers"]))
+                    yield ResponseStart(message["status"], tuple((bytes(name), bytes(value)) for name, value in message["headers"]))
                 elif message.get("body"):
                     yield message["body"]
         finally:
-            gone.set()
+            disconnected.set()
             await asyncio.wait([task], timeout=STOP_SECONDS)
             task.cancel()
