@@ -9,7 +9,7 @@ VENV_RAY := .venv-ray
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: reproduce test test-long test-gpu test-vllm venv-vllm test-ray lint sanitize clean
+.PHONY: reproduce test test-long test-gpu test-vllm venv-vllm test-ray venv-ray lint sanitize clean
 
 reproduce: $(VENV)/.core
 	$(VENV)/bin/twoscale reproduce --preset tiny --with-bundled --effort short $(ARGS)
@@ -33,9 +33,11 @@ venv-vllm: $(VENV_VLLM)/.vllm
 
 # Replicas with Ray Serve, in an environment of its own. Where Ray cannot be installed the tests are skipped.
 test-ray:
-	@if $(MAKE) --no-print-directory $(VENV_RAY)/.ray; then \
+	@if $(MAKE) --no-print-directory venv-ray; then \
 	    OMP_WAIT_POLICY=PASSIVE $(VENV_RAY)/bin/python -m pytest tests/test_ray.py -rs $(ARGS); \
 	else echo "Ray could not be installed here: the tests of its replicas are skipped"; fi
+
+venv-ray: $(VENV_RAY)/.ray
 
 # Device tests on a GPU; where there is none they are skipped and say so.
 test-gpu: $(VENV)/.test
@@ -77,8 +79,8 @@ $(VENV_VLLM)/.vllm: pyproject.toml requirements-vllm.txt
 
 $(VENV_RAY)/.ray: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_RAY)
-	$(VENV_RAY)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt --editable '.[ray]' \
-	    pytest pytest-timeout httpx
+	$(VENV_RAY)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt \
+	    --editable '.[ray]' pytest pytest-timeout httpx
 	touch $@
 
 clean:
