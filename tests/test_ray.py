@@ -4,10 +4,12 @@ import concurrent.futures
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,10 +31,18 @@ from twoscale.serve.build import Settings  # noqa: E402
 from twoscale.serve.front import DIED, Front, create_front  # noqa: E402
 from twoscale.serve.local import listen, run_in_thread  # noqa: E402
 from twoscale.serve.metrics import parse_metrics  # noqa: E402
-from twoscale.serve.ray_cluster import connected  # noqa: E402
+from twoscale.serve.ray_cluster import SETTINGS, connected  # noqa: E402
 
 CLIENTS, REQUESTS, NEW = 24, 4, 48
 PROMPTS = [f"Client {i} asks" for i in range(CLIENTS)]
+APPLICATION = """
+import sys, ray
+from ray import serve
+ray.init(address=sys.argv[1], log_to_driver=False)
+serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(sys.argv[2])})
+from twoscale.serve.ray_replicas import application
+serve.run(application({"model": sys.argv[3], "replicas": "1", "policy": "lockstep"}), name="app", route_prefix="/")
+"""
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # IPv4, IPv4 in IPv6, IPv6
 
 
@@ -206,11 +216,11 @@ def command(*words: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
-def test_nothing_is_left(sent: signal.Signals, code: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left(sent: signal.Signals, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C and SIGTERM: running requests are finished, then every process of Ray ends and its files are removed. kill -9: all
     processes end."""
-    monkeypatch.setenv("TMPDIR", short := f"/tmp/twoscale-{os.getpid()}")
-    Path(short).mkdir()
+    short = tempfile.mkdtemp(prefix="twoscale-", dir="/tmp")  # pytest's folders are too deep for Ray's sockets
+    monkeypatch.setenv("TMPDIR", short)
     with command(folder, "--replicas", 1, "--policy", "lockstep") as (process, address):
         started = descendants(process.pid)
         assert len(started) > 4 and list(Path(short).glob("twoscale-ray-*"))
@@ -220,9 +230,9 @@ def test_nothing_is_left(sent: signal.Signals, code: int, folder: Path, tmp_path
             os.killpg(process.pid, sent) if sent == signal.SIGINT else os.kill(process.pid, sent)
             assert process.wait(timeout=60) == code
             assert answer is None or answer.result()[1] == "complete"
-        assert wait_until_ended(started, 30) == []
+        assert wait_until_ended(started, 90) == []
         assert sent == signal.SIGKILL or list(Path(short).iterdir()) == []
-    subprocess.run(["rm", "-rf", short], check=True)
+    shutil.rmtree(short, ignore_errors=True)
 
 
 def test_silent_cluster(folder: Path, cli: CommandLine) -> None:
@@ -246,3 +256,48 @@ def test_cannot_start(folder: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "twoscale", "serve", str(broken), "--replicas", "1", "--port", "0"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "the replicas did not start" in done.stderr and is_one_line(done.stderr), done.stderr
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a Ray cluster with two CPUs, which runs by itself."""
+    for name, value in {**SETTINGS, "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", "0" * 64)}.items():
+        monkeypatch.setenv(name, value)
+    port = free_port()
+    words = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false", "--object-store-memory=100000000"]
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="twoscale-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *words, f"--temp-dir={folder}"], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stdout is not None
+            assert any("Ray runtime started" in line for line in process.stdout)
+            yield f"127.0.0.1:{port}"
+        finally:
+            started = descendants(process.pid)
+            process.terminate()
+            for pid in wait_until_ended({process.pid, *started}, 30):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def free_port() -> int:
+    with listen("127.0.0.1", 0) as free:
+        return int(free.getsockname()[1])
+
+
+def test_cluster(cluster: str, folder: Path) -> None:
+    """A cluster takes replicas with their front outside, and with their front as a deployment; too few CPUs are told in one line."""
+    [want] = generated(folder, ["In a cluster"])
+    port = free_port()
+    subprocess.run([sys.executable, "-c", APPLICATION, cluster, str(port), str(folder)], check=True, timeout=200)
+    inside = f"http://127.0.0.1:{port}"
+    assert [ask(inside, "In a cluster", stream) for stream in (False, True)] == [(want, "complete")] * 2
+    words = [sys.executable, "-m", "twoscale", "serve", str(folder), "--port", "0", "--ray-address", cluster, "--replicas", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "has 1 of the 2 CPUs that 2 replicas need" in done.stderr and is_one_line(done.stderr), done.stderr
+    with command(folder, "--replicas", 1, "--policy", "lockstep", "--ray-address", cluster) as (process, address):
+        assert ask(address, "In a cluster", True) == (want, "complete")
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+    assert ask(inside, "In a cluster", False) == (want, "complete")

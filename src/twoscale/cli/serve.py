@@ -96,7 +96,7 @@ def run(args: list[str]) -> int:
     if not min(options.timeout, options.read_timeout) > 0 or not max(options.timeout, options.read_timeout) <= 86_400:
         raise UserError("--timeout and --read-timeout are above 0 and at most a day")
     if options.replicas is not None and not 1 <= options.replicas <= MAX_REPLICAS:
-        raise UserError(f"--replicas {options.replicas}: between 1 and {MAX_REPLICAS}; leave it away to serve without Ray")
+        raise UserError(f"--replicas {options.replicas}: between 1 and {MAX_REPLICAS}; omit it to serve without Ray")
     if options.ray_address and options.replicas is None:
         raise UserError("--ray-address goes with --replicas")
     if options.engine == "vllm":

@@ -24,6 +24,7 @@ SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: all processes listen on 127.0.0.1 alone
     "RAY_AUTH_MODE": "token",  # Ray runs code that is sent to it: other users of this machine must not reach it
     "RAY_worker_niceness": "0",  # by default replicas would yield to every other program of the machine
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # until processes end when the first one was killed; 60 by default
     "RAY_ROTATION_MAX_BYTES": str(8 << 20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
 }
