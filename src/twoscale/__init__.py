@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from twoscale.config.cpu import set_openmp_defaults
+from twoscale.config.version import VERSION
 
 if TYPE_CHECKING:
     from twoscale import exits, geometry
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from twoscale.report import report
     from twoscale.tracing import trace
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 set_openmp_defaults()
 

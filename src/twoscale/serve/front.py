@@ -124,7 +124,8 @@ class Front:
             ("retried_total", "counter", "Requests sent to another replica because theirs died.", self.n_retried),
         ]
         lines = [f"# HELP twoscale_{n} {about}\n# TYPE twoscale_{n} {kind}\ntwoscale_{n} {value!r}\n" for n, kind, about, value in own]
-        connections = {"twoscale_connections": len(self.connections.active), "twoscale_connections_closed_total": self.connections.n_closed}
+        opened, closed = len(self.connections.open_connections), self.connections.n_closed
+        connections = {"twoscale_connections": opened, "twoscale_connections_closed_total": closed}
         return self.totals.update(each, connections) + "".join(lines)
 
 

@@ -74,7 +74,7 @@ def lower_and_left(sweep: Sweep, pick: Point) -> list[Point]:
 
 def overlap(a: Point, b: Point, name: str) -> bool:
     """Whether the intervals of two points overlap: of `ms`, `flops` or `dce`. Without an interval a value stands for itself."""
-    (a_low, a_high), (b_low, b_high) = ((p.get(f"{name}_low", p[name]), p.get(f"{name}_high", p[name])) for p in (a, b))
+    (a_low, a_high), (b_low, b_high) = ([p[key] if (key := f"{name}_{end}") in p else p[name] for end in ("low", "high")] for p in (a, b))
     return bool(a_low <= b_high and b_low <= a_high)
 
 

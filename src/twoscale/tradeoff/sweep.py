@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from twoscale import __version__, exits
+from twoscale import exits
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write, cpu_name
 from twoscale.config.run_folder import free_name
 from twoscale.config.serial import read_jsonl
+from twoscale.config.version import VERSION as TWOSCALE_VERSION
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.depth import depth_record
@@ -92,7 +93,7 @@ class Sweeper:
                 self.header
                 | self.remarks
                 | {"machine": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": cpu_name()}
-                | {"twoscale": __version__, "python": platform.python_version()}
+                | {"twoscale": TWOSCALE_VERSION, "python": platform.python_version()}
             ]
         with atomic_write(self.path) as f:  # without the line that a kill has cut
             f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
