@@ -140,6 +140,17 @@ def test_memory_of_a_quantized_model() -> None:
         assert {id(m.panels) for m in other.modules() if isinstance(m, NativeLinear | NativeEmbedding)} == mine
 
 
+@needs_kernel
+@pytest.mark.parametrize("layout", CONFIGS)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES[1:])
+def test_quantized_models_use_the_c_kernels(dtype: WeightDtype, layout: str) -> None:
+    """All matrices of a quantised model are in panels, the embedding too where it is not the head, so it decodes by the C kernels."""
+    model = quantize(loud(CONFIGS[layout], 0, scale=0.1), dtype)
+    assert isinstance(model.wte, NativeEmbedding) and optimize_for_inference(model, "native").kernels.name == "native"
+    gen = twoscale.generate(model, [[1, 2, 3]], 8, loops=3, speculate="draft:2", kernels="native")
+    assert gen.speculation.drafted and gen.tokens == twoscale.generate(model, [[1, 2, 3]], 8, loops=3).tokens
+
+
 def test_quantized_models_are_not_trained() -> None:
     """A quantised model refuses training mode, derivatives and another quantisation, in one line."""
     model = quantize(loud(small_model()), "int8")

@@ -83,13 +83,10 @@ class QuantizedModelBuilder:
     def _embedding(self, weight: Tensor | Matrix) -> None:
         """The token embedding, whose memory is also the head's where the two are tied."""
         model: nn.Module = self.model
-        tied = self.model.config.tie_head
-        if tied:
-            head = self._linear(weight)
-            model.lm_head = head
-            model.wte = NativeEmbedding(head.panels) if isinstance(head, NativeLinear) else QuantizedEmbedding(head.matrix)  # type: ignore[operator, arg-type]
-        else:
-            model.wte = QuantizedEmbedding(_to(self._matrix(weight), self.device))
+        linear = self._linear(weight)
+        model.wte = NativeEmbedding(linear.panels) if isinstance(linear, NativeLinear) else QuantizedEmbedding(linear.matrix)  # type: ignore[operator, arg-type]
+        if self.model.config.tie_head:
+            model.lm_head = linear
 
 
 def _to(matrix: Matrix, device: torch.device) -> Matrix:
