@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from twoscale.serve.ray_cluster import SETTINGS, connected  # noqa: E402
 
 CLIENTS, REQUESTS, NEW = 24, 4, 48
 PROMPTS = [f"Client {i} asks" for i in range(CLIENTS)]
+MANY = {"prompt": "Many", "n": 8, "max_tokens": 100, "temperature": 0, "loops": 64, "exit": "none"}  # takes more than a second
 APPLICATION = """
 import sys, ray
 from ray import serve
@@ -144,9 +145,8 @@ def test_fewest_sequences(served: tuple[str, Any]) -> None:
 
     before, total = finished(), metric(address, "finished_total")
     assert len(before) == 2
-    many = {"prompt": "Many", "n": 8, "max_tokens": 100, "temperature": 0, "loops": 64, "exit": "none"}
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
-        first = pool.submit(httpx.post, f"{address}/v1/completions", json=many, timeout=240)
+        first = pool.submit(httpx.post, f"{address}/v1/completions", json=MANY, timeout=240)
         while not metric(address, "running"):
             time.sleep(0.02)
         rest = [pool.submit(ask, address, f"One {i}", False) for i in range(8)]
@@ -184,6 +184,14 @@ def test_loopback(served: tuple[str, Any]) -> None:
     assert subprocess.run(words, capture_output=True, timeout=60, env={**without, "RAY_AUTH_MODE": "disabled"}).returncode != 0
 
 
+def kill_all(process: subprocess.Popen[str], started: Iterable[int] = ()) -> None:
+    """End a process and those that it has started."""
+    for pid in {process.pid, *started, *descendants(process.pid)}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
 @contextmanager
 def command(*words: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`twoscale serve ...` in a session of its own, and its address. SIGINT has its default effect, as in a terminal."""
@@ -194,7 +202,7 @@ def command(*words: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         [sys.executable, "-c", code, "serve", *map(str, words), "--port", "0"],
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
     )  # fmt: skip
-    started = descendants(process.pid)
+    started = set[int]()
     try:
         assert process.stderr is not None
         lines = []
@@ -207,12 +215,7 @@ def command(*words: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         started = descendants(process.pid)
         yield process, line.strip().removesuffix("/v1")
     finally:
-        for pid in {process.pid, *started, *descendants(process.pid)}:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        process.wait()
+        kill_all(process, started)
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
@@ -225,11 +228,14 @@ def test_nothing_is_left(sent: signal.Signals, code: int, folder: Path, monkeypa
         started = descendants(process.pid)
         assert len(started) > 4 and list(Path(short).glob("twoscale-ray-*"))
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(ask, address, "The last", False) if sent != signal.SIGKILL else None
-            time.sleep(0.3 if answer else 0)
+            answer = pool.submit(httpx.post, f"{address}/v1/completions", json=MANY, timeout=240)
+            while not metric(address, "running"):
+                time.sleep(0.02)
             os.killpg(process.pid, sent) if sent == signal.SIGINT else os.kill(process.pid, sent)
-            assert process.wait(timeout=60) == code
-            assert answer is None or answer.result()[1] == "complete"
+            assert process.wait(timeout=100) == code
+            assert (
+                isinstance(answer.exception(), httpx.HTTPError) if sent == signal.SIGKILL else len(answer.result().json()["choices"]) == 8
+            )
         assert wait_until_ended(started, 90) == []
         assert sent == signal.SIGKILL or list(Path(short).iterdir()) == []
     shutil.rmtree(short, ignore_errors=True)
@@ -237,8 +243,7 @@ def test_nothing_is_left(sent: signal.Signals, code: int, folder: Path, monkeypa
 
 def test_silent_cluster(folder: Path, cli: CommandLine) -> None:
     """No cluster at an address, one that accepts connections and never answers, and an address that is none: one line, code 2, 60 s."""
-    with socket.create_server(("127.0.0.1", 0)) as silent, listen("127.0.0.1", 0) as closed:
-        closed.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         for address, line in (
             (f"127.0.0.1:{silent.getsockname()[1]}", "no Ray cluster"), ("127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
             ("nowhere", "write HOST:PORT"), ("ray://127.0.0.1:1", "write HOST:PORT"), ("127.0.0.1:99999", "no Ray cluster"),
@@ -274,11 +279,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             assert any("Ray runtime started" in line for line in process.stdout)
             yield f"127.0.0.1:{port}"
         finally:
-            started = descendants(process.pid)
-            process.terminate()
-            for pid in wait_until_ended({process.pid, *started}, 30):
-                os.kill(pid, signal.SIGKILL)
-            process.wait()
+            kill_all(process)
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from twoscale.config import UserError, missing_package
 
 OBJECT_STORE_BYTES = 100 << 20  # messages are small: requests, and the tokens of responses
-REACH_SECONDS, CHECK_SECONDS = 10.0, 20.0
+REACH_SECONDS, CHECK_SECONDS = 10.0, 40.0
 MAX_ROOT = 40  # characters of the folder for temporary files: paths of Unix sockets have at most 107
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -66,7 +66,7 @@ def _temporary_root() -> str:
 
 
 def check_cluster(address: str) -> None:
-    """UserError unless a Ray cluster answers at HOST:PORT, or `auto`, within half a minute.
+    """UserError unless a Ray cluster answers at HOST:PORT, or `auto`, in less than a minute.
 
     A process of its own asks, because Ray may end the process that cannot connect.
     """
