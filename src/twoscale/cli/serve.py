@@ -6,6 +6,7 @@ twoscale serve bundled --port 8000
 import os
 import signal
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -132,9 +133,11 @@ def _settings(options: ServeArgs) -> "Settings":
         timeout=options.timeout, max_queue=options.max_queue, max_connections=options.max_connections, read_timeout=options.read_timeout
     )
     key = os.environ.get(options.key_env) or None
+    folder = Path(options.model).expanduser()
+    model = str(folder.resolve()) if folder.is_dir() else options.model  # replicas may have another working directory
+    speculate = parse_speculation(options.speculate)
     return Settings(
-        options.model, options.policy, options.max_num_seqs, options.cache_mb, key, limits, parse_speculation(options.speculate),
-        options.dtype, options.device,
+        model, options.policy, options.max_num_seqs, options.cache_mb, key, limits, speculate, options.dtype, options.device
     )  # fmt: skip
 
 
