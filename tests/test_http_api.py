@@ -366,13 +366,14 @@ def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
     from families import llama, with_tokenizer
     from twoscale.cli.explore import open_session
-    from twoscale.cli.serve import _open
+    from twoscale.serve.build import Settings, build_server
 
     folder = tmp_path / "plain"
     llama(folder)
     with_tokenizer(folder)
-    model, tokenizer, name, calibrated = _open(str(folder), "auto", "cpu")
-    assert name == "plain" and calibrated is None and not model.config.n_groups
+    server, _ = build_server(Settings(str(folder)))
+    model, tokenizer = server.model, server.tokenizer
+    assert server.name == "plain" and server.calibrated is None and not model.config.n_groups
     assert choose_policy(model, 4)[0] == "lockstep"
     want = twoscale.generate(model, [tokenizer.encode("the loop")], 6, stop=(tokenizer.eot,)).tokens[0]
     for policy in ("lockstep", "depth"):

@@ -43,7 +43,7 @@ def test_a_point_that_failed_the_test() -> None:
         "the sweep's 6,144 tokens; the intervals of time overlap, and so do those of the loss). It is not recommended: it was tested on "
         "the certify part and not certified to 0.005 nats: there its upper bound, at 98.33 %, is 0.0062."
     )
-    two = why_not_others(certified_sweep(left("fixed:4", setting=4.0), left("step-norm:1.0", ms=4.5)), a_calibration())
+    two = why_not_others(certified_sweep(left("fixed:4", setting=4.0), left("step-norm:1.0") | {"ms": 4.5}), a_calibration())
     assert "those of the loss). So does 1 other setting, at a higher cost. It is not recommended: it was tested" in two
     apart_ = a_point("fixed:4", (3.9, 4.0, 4.1), 4.0, -0.02, setting=4.0)
     assert "; the intervals lie apart)." in why_not_others(certified_sweep(apart_), a_calibration())
