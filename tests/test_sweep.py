@@ -15,7 +15,6 @@ import twoscale
 from conftest import CommandLine, nano_run
 from forked import start_process
 from training import finish
-from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
 from twoscale.report.advice import recommend
 from twoscale.report.build import report
@@ -107,7 +106,7 @@ def test_killed(swept: Path, tmp_path: Path) -> None:
     (run / "sweep.jsonl").unlink()
     process = start_process(["sweep", str(run), *SHORT])
     for _ in range(3000):
-        if len(read_jsonl(run / "sweep.jsonl")) >= 6:
+        if (sweep := read_sweep(run / "sweep.jsonl")) is not None and len(sweep.points) >= 5:
             break
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
