@@ -97,15 +97,14 @@ class Result:
         return self.seconds / self.engine - 1
 
 
-def words(results: list[Result]) -> str:
-    """Medians over rounds; latencies of all of them."""
+def words(results: list[Result], rows: bool = True) -> str:
+    """Medians over rounds; latencies of all of them. Servers in other processes tell no rows."""
     latency = sorted(seconds for r in results for seconds in r.latency)
     late = latency[min(len(latency) - 1, int(0.99 * len(latency)))]
     first = median(seconds for r in results for seconds in r.first)
-    return (
-        f"{median(r.rate for r in results):7.1f} tokens/s   latency p50 {median(latency):5.2f} s, p99 {late:5.2f} s   "
-        f"first token {first:5.2f} s   {median(r.rows for r in results):5.1f} rows a pass"
-    )
+    times = f"latency p50 {median(latency):5.2f} s, p99 {late:5.2f} s   first token {first:5.2f} s"
+    filled = f"   {median(r.rows for r in results):5.1f} rows a pass" if rows else ""
+    return f"{median(r.rate for r in results):7.1f} tokens/s   {times}{filled}"
 
 
 def one_by_one(model: LoopedGPT, load: Load) -> Result:

@@ -25,8 +25,9 @@ def serve_replicas(args: "BenchServeArgs", model: "LoopedGPT", load: "Load") -> 
     rounds = bench_replicas(model, load, byte_tokenizer(), args.replicas, args.rounds, say)
     print(f"preset {args.preset}, {args.clients} clients over HTTP, a core for each replica, medians of {args.rounds} rounds in turns")
     for name, results in (("one replica", [a for a, _ in rounds]), (f"{args.replicas} replicas", [b for _, b in rounds])):
-        print(f"{name:<34}{words(results)}")
-    print(f"{args.replicas} replicas beside one: {median(b.rate / a.rate for a, b in rounds):.2f}x")
+        print(f"{name:<34}{words(results, rows=False)}")
+    ratios = sorted(b.rate / a.rate for a, b in rounds)
+    print(f"{args.replicas} replicas beside one: {median(ratios):.2f}x  (rounds {', '.join(f'{r:.2f}' for r in ratios)})")
     return 0
 
 
@@ -38,7 +39,7 @@ def serve_vllm(args: "BenchServeArgs", model: "LoopedGPT", load: "Load") -> int:
     found = bench_vllm(model, load, byte_tokenizer(), args.rounds, say)
     print(f"preset {args.preset}, {args.clients} clients over HTTP, medians of {args.rounds} rounds in turns")
     for name, results in found.items():
-        print(f"{name:<34}{words(results)}")
+        print(f"{name:<34}{words(results, rows=False)}")
     pairs = zip(*(found[f"{server}, with exits"] for server in ("twoscale", "vLLM")), strict=True)
     print(f"with exits, twoscale beside vLLM: {median(ours.rate / theirs.rate for ours, theirs in pairs):.2f}x")
     return 0
