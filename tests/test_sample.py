@@ -87,6 +87,26 @@ def test_kernel_agrees_with_torch(V: int) -> None:
     assert len(differ) <= (1 if V >= 1000 else 0), differ
 
 
+@needs_kernel
+@pytest.mark.parametrize("V", [17, 1000, 5003])
+def test_limits_are_exact_where_estimates_mislead(V: int) -> None:
+    """The kernel estimates cutoffs from every sixteenth logit. Rows in which these tell nothing of the others keep the same tokens."""
+    noise = torch.randn(V, generator=torch.Generator().manual_seed(V))
+    sixteenth = torch.arange(V) % 16 == 0
+    rows = [
+        noise.sort().values, noise.sort(descending=True).values, torch.where(sixteenth, 5 + noise, noise),
+        torch.where(sixteenth, noise - 5, noise), torch.where(sixteenth, 0.0, noise), (4 * noise).round(), torch.full((V,), 2.5),
+        torch.where(torch.arange(V) == V // 2, 90.0, noise),
+    ]  # fmt: skip
+    sizes = sorted({2, 3, V // 300 + 2, V // 16, V // 8, V // 3, V // 2, V - 2, V - 1})
+    limits = [{"top_k": k} for k in sizes if k > 0] + [{"top_p": p} for p in (0.02, 0.3, 0.5, 0.9, 0.999)] + [{"top_k": V // 2, "top_p": 0.7}]
+    keys = [SamplingKey(SamplingParams(1.5, seed=seed, **limit)) for limit in limits for seed in range(12)]
+    for row in rows:
+        logits = row.float().expand(len(keys), -1)
+        ours, theirs = by_kernel(logits, keys).tokens, _sample_torch(logits, keys).tokens
+        assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 1
+
+
 @pytest.mark.parametrize("by", PATHS)
 def test_a_row_is_its_own(by) -> None:
     """A row's token is the same alone, in any batch, in any order."""

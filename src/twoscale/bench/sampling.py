@@ -20,6 +20,7 @@ SETTINGS: dict[str, dict[str, float | int]] = {
     "top_k 5000": {"temperature": 1.0, "top_k": 5000},
     "top_p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "top_k 50, top_p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+    "top_k 5000, top_p 0.9": {"temperature": 1.0, "top_k": 5000, "top_p": 0.9},
 }
 
 

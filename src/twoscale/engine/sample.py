@@ -49,7 +49,7 @@ def _sample_native(library: Library, logits: Tensor, keys: Sequence[SamplingKey]
     u = (ctypes.c_double * n)(*[key.uniform if key.sampling.temperature else 0.5 for key in keys])
     tokens, finite = (ctypes.c_int64 * n)(), (ctypes.c_int32 * n)()
     threads = min(n, threads_to_use())
-    size = threads * (4 * V + 2 * -(-V // 64))
+    size = threads * (3 * V + 2 * -(-V // 64) + 16)
     scratch = empty_floats(size)
     library.sample(threads, n, V, pointer(logits, n * V), temperature, top_k, top_p, u, pointer(scratch, size), tokens, finite)
     return Sampled(tokens[:], [bool(f) for f in finite])

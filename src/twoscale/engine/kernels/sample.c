@@ -12,7 +12,10 @@
 #define BLOCK 64
 #define MIN_LOG_WEIGHT -50.0f /* weights below e^-50 of the largest count as zero: 53 random bits cannot resolve them */
 #define ROUNDING 1e-6 /* top_p is reached up to the rounding of fp32 weights */
-#define BUCKETS 1024 /* of logits, and one more, bucket BUCKETS, for those at or below the threshold */
+#define SAMPLED 16 /* every SAMPLED-th logit is read to estimate a rank */
+#define FEW 64 /* values that are searched directly */
+#define MAX_HALVINGS 16
+#define BUCKETS 1024 /* of logits, and one more for the smallest */
 
 typedef struct {
     float logit;
@@ -20,13 +23,12 @@ typedef struct {
 } Candidate;
 
 /* One row: logits (V), the largest one and the smallest one that is kept, maxima of the blocks, weights (V), sums of the weights of each block,
- * bucket of each token (V), and memory for candidates (V). */
+ * and memory for candidates (V) or for V logits and weights, with room for 16 more floats. */
 typedef struct {
     int V, blocks;
     const float *logits;
     float max_logit, min_kept, scale; /* scale = 1 / temperature */
     float *block_max, *weights, *sums;
-    int32_t *buckets;
     Candidate *candidates;
 } Row;
 
@@ -34,30 +36,30 @@ static inline int block_end(const Row *r, int b) { return (b + 1) * BLOCK < r->V
 
 /* Computes block_max, max_logit and min_kept (the smallest logit); returns 0 if a logit is infinite or NaN. */
 static int find_block_max(Row *r) {
-    v8i bad = {0};
-    v8 smallest = splat(INFINITY);
-    int not_finite = 0;
-    r->max_logit = -INFINITY, r->min_kept = INFINITY;
-    for (int b = 0, i = 0; b < r->blocks; b++) {
-        int end = block_end(r, b);
-        float most = -INFINITY;
+    const float *logits = r->logits;
+    float *restrict block_max = r->block_max, largest = -INFINITY, smallest = INFINITY;
+    int whole = r->V / BLOCK, finite = 1;
+    v8i not_zero = {0};
+    v8 lowest = splat(INFINITY);
+    for (int b = 0; b < whole; b++) {
         v8 best = splat(-INFINITY);
-        for (; i + 8 <= end; i += 8) {
-            v8 x = load(r->logits + i);
-            bad |= ~(x - x == splat(0));
-            best = blend(x > best, x, best), smallest = blend(x < smallest, x, smallest);
+        for (int i = 0; i < BLOCK; i += 8) {
+            v8 x = load(logits + b * BLOCK + i);
+            not_zero |= (v8i)(x - x); /* 0 if x is finite, else NaN */
+            best = max8(x, best), lowest = min8(x, lowest);
         }
-        for (int j = 0; j < 8; j++) most = best[j] > most ? best[j] : most;
-        for (; i < end; i++) {
-            not_finite |= !(r->logits[i] - r->logits[i] == 0);
-            most = r->logits[i] > most ? r->logits[i] : most;
-            r->min_kept = r->logits[i] < r->min_kept ? r->logits[i] : r->min_kept;
-        }
-        r->block_max[b] = most;
-        r->max_logit = most > r->max_logit ? most : r->max_logit;
+        block_max[b] = horizontal_max(best);
     }
-    for (int j = 0; j < 8; j++) not_finite |= bad[j] != 0, r->min_kept = smallest[j] < r->min_kept ? smallest[j] : r->min_kept;
-    return !not_finite;
+    if (whole < r->blocks) block_max[whole] = -INFINITY;
+    for (int i = whole * BLOCK; i < r->V; i++) {
+        finite &= logits[i] - logits[i] == 0;
+        block_max[whole] = logits[i] > block_max[whole] ? logits[i] : block_max[whole];
+        smallest = logits[i] < smallest ? logits[i] : smallest;
+    }
+    for (int b = 0; b < r->blocks; b++) largest = block_max[b] > largest ? block_max[b] : largest;
+    for (int j = 0; j < 8; j++) finite &= not_zero[j] == 0, smallest = lowest[j] < smallest ? lowest[j] : smallest;
+    r->max_logit = largest, r->min_kept = smallest;
+    return finite;
 }
 
 /* The smallest token with the largest logit. */
@@ -79,32 +81,40 @@ static inline v8 exp_weight(v8 x, float max_logit, float scale) {
     p = fma8(p, rest, splat(5.0000001201e-1f));
     p = fma8(p, rest * rest, rest + splat(1.0f));
     v8i power = ((v8i)shifted - (v8i)splat(12582912.0f) + 127) << 23;
-    return blend(z < splat(MIN_LOG_WEIGHT), splat(0), p * (v8)power);
+    return keep_where(at_least(z, splat(MIN_LOG_WEIGHT)), p * (v8)power);
 }
 
 /* weights = e^((logit - max_logit) / temperature), 0 for logits below `threshold`, and their sums over blocks; returns the total. *kept becomes
  * the number of logits that are not below `threshold`. */
 static double compute_weights(Row *r, float threshold, int *kept) {
+    const float *logits = r->logits, max_logit = r->max_logit, scale = r->scale;
+    float *restrict weights = r->weights, *restrict sums = r->sums;
+    int whole = r->V / BLOCK, count = 0;
     double total = 0;
     v8i inside = {0};
-    int count = 0;
-    for (int b = 0, i = 0; b < r->blocks; b++) {
-        int end = block_end(r, b);
+    for (int b = 0; b < whole; b++) {
         v8 sum = splat(0);
-        for (; i + 8 <= end; i += 8) {
-            v8 x = load(r->logits + i), w = blend(x < splat(threshold), splat(0), exp_weight(x, r->max_logit, r->scale));
-            store(r->weights + i, w);
+        if (r->block_max[b] < threshold) {
+            memset(weights + b * BLOCK, 0, BLOCK * sizeof *weights), sums[b] = 0;
+            continue;
+        }
+        for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += 8) {
+            v8 x = load(logits + i);
+            v8i in = at_least(x, splat(threshold));
+            v8 w = keep_where(in, exp_weight(x, max_logit, scale));
+            store(weights + i, w);
             sum += w;
-            inside -= x >= splat(threshold);
+            inside -= in;
         }
-        float s = horizontal_sum(sum);
-        for (; i < end; i++) {
-            int in = r->logits[i] >= threshold;
-            s += r->weights[i] = in ? exp_weight(splat(r->logits[i]), r->max_logit, r->scale)[0] : 0;
-            count += in;
-        }
-        total += r->sums[b] = s;
+        sums[b] = horizontal_sum(sum);
     }
+    if (whole < r->blocks) sums[whole] = 0;
+    for (int i = whole * BLOCK; i < r->V; i++) {
+        int in = logits[i] >= threshold;
+        sums[whole] += weights[i] = in ? exp_weight(splat(logits[i]), max_logit, scale)[0] : 0;
+        count += in;
+    }
+    for (int b = 0; b < r->blocks; b++) total += sums[b];
     for (int j = 0; j < 8; j++) count += inside[j];
     *kept = count;
     return total;
@@ -116,8 +126,13 @@ static double drop_below(Row *r, float threshold) {
     for (int b = 0; b < r->blocks; b++) {
         int i = b * BLOCK, end = block_end(r, b);
         v8 sum = splat(0);
+        if (r->sums[b] == 0) continue;
+        if (r->block_max[b] < threshold) {
+            memset(r->weights + i, 0, (end - i) * sizeof *r->weights), r->sums[b] = 0;
+            continue;
+        }
         for (; i + 8 <= end; i += 8) {
-            v8 w = blend(load(r->logits + i) < splat(threshold), splat(0), load(r->weights + i));
+            v8 w = keep_where(at_least(load(r->logits + i), splat(threshold)), load(r->weights + i));
             store(r->weights + i, w);
             sum += w;
         }
@@ -149,7 +164,7 @@ static float select_rank(int n, float *values, int k) {
     return values[k];
 }
 
-/* The k-th largest logit, for k below the number of blocks. The k-th largest block maximum is a lower bound of it, so only blocks that reach
+/* The k-th largest logit, for k of at most the number of blocks; fast if k is far below it. The k-th largest block maximum is a lower bound of it, so only blocks that reach
  * this bound are read. */
 static float kth_largest_of_few(Row *r, int k) {
     float *values = (float *)r->candidates;
@@ -165,64 +180,69 @@ static float kth_largest_of_few(Row *r, int k) {
     return select_rank(count, values, k - 1);
 }
 
-/* Assigns logits to buckets of equal width from the largest (bucket 0) down to `threshold`; the last bucket has `threshold` and all below. Blocks
- * without a logit of at least `threshold` are skipped. */
-static void assign_buckets(Row *r, float threshold) {
-    float scale = BUCKETS / fmaxf(r->max_logit - threshold, 1e-30f);
-    for (int b = 0; b < r->blocks; b++) {
-        if (r->block_max[b] < threshold) continue;
-        int i = b * BLOCK, end = block_end(r, b);
-        for (; i + 8 <= end; i += 8) {
-            v8 place = (splat(r->max_logit) - load(r->logits + i)) * splat(scale);
-            v8i bucket = __builtin_convertvector(blend(place < splat(BUCKETS), place, splat(BUCKETS)), v8i);
-            memcpy(r->buckets + i, &bucket, sizeof bucket);
-        }
-        for (; i < end; i++) {
-            float place = (r->max_logit - r->logits[i]) * scale;
-            r->buckets[i] = place < BUCKETS ? (int)place : BUCKETS;
-        }
+/* Two estimates between which the logit lies at which the cumulative weight of the tokens, most likely first, reaches `share` of the total: with
+ * weights NULL every token weighs 1. They are taken from every SAMPLED-th token and nearly always right. */
+static void estimate_cutoff(const Row *r, const float *weights, double share, float *high, float *low) {
+    float sums[BUCKETS + 1] = {0}, top = r->max_logit, width = fmaxf(top - r->min_kept, 1e-30f) / BUCKETS, scale = 1 / width;
+    double total = 0, squares = 0, before = 0;
+    int bucket = 0;
+    for (int i = 0; i < r->V; i += SAMPLED) {
+        float place = (top - r->logits[i]) * scale, w = weights ? weights[i] : 1;
+        sums[place < BUCKETS ? (int)place : BUCKETS] += w;
+        total += w, squares += w * w;
     }
+    double margin = 3 * sqrt(squares * share * (1 - share)) + squares / total;
+    for (; bucket < BUCKETS && before + sums[bucket] <= share * total - margin; bucket++) before += sums[bucket];
+    *high = top - bucket * width;
+    for (; bucket < BUCKETS && before < share * total + margin; bucket++) before += sums[bucket];
+    *low = top - bucket * width;
 }
 
-/* Collects the tokens of one bucket in `candidates`, in vocabulary order; returns their number. */
-static int collect_bucket(Row *r, float threshold, int bucket) {
-    v8i wanted = {bucket, bucket, bucket, bucket, bucket, bucket, bucket, bucket};
-    int count = 0;
-    for (int b = 0; b < r->blocks; b++) {
-        if (r->block_max[b] < threshold) continue;
-        int i = b * BLOCK, end = block_end(r, b);
-        for (; i < end; i += 8) {
-            if (i + 8 <= end) {
-                v8i matches;
-                int64_t hit[4];
-                memcpy(&matches, r->buckets + i, sizeof matches);
-                matches = matches == wanted;
-                memcpy(hit, &matches, sizeof hit);
-                if (!(hit[0] | hit[1] | hit[2] | hit[3])) continue;
-            }
-            for (int j = i; j < i + 8 && j < end; j++)
-                if (r->buckets[j] == bucket) r->candidates[count++] = (Candidate){r->logits[j], j};
-        }
-    }
+/* Number of values of at least `threshold`. */
+static int count_at_least(int n, const float *values, float threshold) {
+    v8i sum = {0};
+    int i = 0, count = 0;
+    for (; i + 8 <= n; i += 8) sum -= at_least(load(values + i), splat(threshold));
+    for (; i < n; i++) count += values[i] >= threshold;
+    for (int j = 0; j < 8; j++) count += sum[j];
     return count;
 }
 
-/* The k-th largest logit for any k: logits are counted in buckets, and only the bucket of the k-th is searched. */
+/* Copies the values in [from, below) in their order; returns their number. `to` may be `values`. */
+static int copy_between(int n, const float *values, float from, float below, float *to) {
+    int i = 0, found = 0;
+    for (; i + 8 <= n; i += 8) {
+        v8 x = load(values + i);
+        found += store_lanes(to + found, x, at_least(x, splat(from)) & ~at_least(x, splat(below)));
+    }
+    for (; i < n; i++)
+        if (values[i] >= from && values[i] < below) to[found++] = values[i];
+    return found;
+}
+
+/* The k-th largest logit for any k. Bounds of it are estimated; only logits between them are searched, and the bounds are halved while many
+ * are left. A bound that turns out wrong is dropped. */
 static float kth_largest(Row *r, int k) {
-    int counts[BUCKETS + 1] = {0}, bucket = 0;
-    float *values = (float *)r->candidates;
-    assign_buckets(r, r->min_kept);
-    for (int i = 0; i < r->V; i++) counts[r->buckets[i]]++;
-    for (; counts[bucket] < k; bucket++) k -= counts[bucket];
-    int inside = collect_bucket(r, r->min_kept, bucket);
-    for (int i = 0; i < inside; i++) values[i] = r->candidates[i].logit;
-    return select_rank(inside, values, k - 1);
+    float *values = (float *)r->candidates, high, low;
+    estimate_cutoff(r, NULL, (double)k / r->V, &high, &low);
+    int above = count_at_least(r->V, r->logits, high), down_to_low = count_at_least(r->V, r->logits, low);
+    if (above >= k) low = high, high = INFINITY, above = 0;
+    else if (down_to_low < k) high = low, low = -INFINITY, above = down_to_low;
+    int n = copy_between(r->V, r->logits, low, high, values), rank = k - above;
+    for (int i = 0; i < MAX_HALVINGS && n > FEW && low > -INFINITY && high < INFINITY; i++) {
+        float middle = low + (high - low) / 2;
+        above = count_at_least(n, values, middle);
+        if (above >= rank) low = middle;
+        else high = middle, rank -= above;
+        n = copy_between(n, values, low, high, values);
+    }
+    return select_rank(n, values, rank - 1);
 }
 
 /* Keeps the weights of the k largest logits; of equal logits at rank k the smaller tokens are kept. Returns the sum of the kept weights. */
 static double keep_top_k(Row *r, int k) {
     int kept;
-    r->min_kept = k < r->blocks ? kth_largest_of_few(r, k) : kth_largest(r, k);
+    r->min_kept = k <= r->blocks / 4 ? kth_largest_of_few(r, k) : kth_largest(r, k);
     double total = compute_weights(r, r->min_kept, &kept);
     if (kept == k) return total;
     for (int i = r->V - 1; kept > k; i--)
@@ -237,24 +257,71 @@ static int compare(const void *a, const void *b) {
     return (x->token > y->token) - (x->token < y->token);
 }
 
-/* Keeps the most likely tokens up to the one at which their cumulative weight reaches p. Weights are added up in buckets; only the bucket in
- * which p is reached is sorted. Returns the sum of the kept weights. */
+/* Sum of the weights of logits of at least `threshold`. */
+static double weight_at_least(int n, const float *logits, const float *weights, float threshold) {
+    double total = 0;
+    int i = 0;
+    while (i + 8 <= n) {
+        v8 sum = splat(0);
+        for (int end = i + BLOCK; i + 8 <= n && i < end; i += 8)
+            sum += keep_where(at_least(load(logits + i), splat(threshold)), load(weights + i));
+        total += horizontal_sum(sum);
+    }
+    for (; i < n; i++) total += logits[i] >= threshold ? weights[i] : 0;
+    return total;
+}
+
+/* Copies logits in [from, below) and their weights in their order; returns their number. The copies may replace the originals. */
+static int copy_weights_between(int n, const float *logits, const float *weights, float from, float below, float *to_logits, float *to_weights) {
+    int i = 0, found = 0;
+    for (; i + 8 <= n; i += 8) {
+        v8 x = load(logits + i), w = load(weights + i);
+        v8i inside = at_least(x, splat(from)) & ~at_least(x, splat(below));
+        store_lanes(to_weights + found, w, inside);
+        found += store_lanes(to_logits + found, x, inside);
+    }
+    for (; i < n; i++)
+        if (logits[i] >= from && logits[i] < below) to_logits[found] = logits[i], to_weights[found++] = weights[i];
+    return found;
+}
+
+/* Collects the tokens with logits in [from, below), in vocabulary order; returns their number. */
+static int collect_between(Row *r, float from, float below) {
+    int i = 0, count = 0;
+    for (; i + 8 <= r->V; i += 8) {
+        v8 x = load(r->logits + i);
+        for (unsigned lanes = lane_bits(at_least(x, splat(from)) & ~at_least(x, splat(below))); lanes; lanes &= lanes - 1) {
+            int token = i + __builtin_ctz(lanes);
+            r->candidates[count++] = (Candidate){r->logits[token], token};
+        }
+    }
+    for (; i < r->V; i++)
+        if (r->logits[i] >= from && r->logits[i] < below) r->candidates[count++] = (Candidate){r->logits[i], i};
+    return count;
+}
+
+/* Keeps the most likely tokens up to the one at which their cumulative weight reaches p. Bounds of that token's logit are estimated and halved as
+ * in kth_largest; only the tokens left between them are sorted. Returns the sum of the kept weights. */
 static double keep_top_p(Row *r, double p, double total) {
-    double masses[BUCKETS + 8] = {0}, goal = p * total * (1 - ROUNDING), before = 0;
+    double goal = p * total * (1 - ROUNDING), before;
+    float *logits = (float *)r->candidates, *weights = logits + r->V + 8, high, low;
     /* V tokens below this threshold would together have less than 1 - p of the weight */
     float threshold = r->max_logit - fminf(logf(r->V / fmaxf(1 - p, 1e-7f)), -MIN_LOG_WEIGHT) / r->scale;
-    int cut = 0, kept = 0;
+    int kept = 0;
     threshold = threshold > r->min_kept ? threshold : r->min_kept;
-    assign_buckets(r, threshold);
-    for (int b = 0; b < r->blocks; b++)
-        if (r->block_max[b] >= threshold)
-            for (int i = b * BLOCK; i < block_end(r, b); i++) {
-                /* Bucket BUCKETS has most tokens and eight accumulators: no chain of dependent additions. Its sum is not needed. */
-                int bucket = r->buckets[i];
-                masses[bucket + (bucket == BUCKETS) * (i & 7)] += r->weights[i];
-            }
-    while (cut < BUCKETS && before + masses[cut] < goal) before += masses[cut++];
-    int n_candidates = collect_bucket(r, threshold, cut);
+    estimate_cutoff(r, r->weights, p, &high, &low);
+    if (low < threshold || weight_at_least(r->V, r->logits, r->weights, low) < goal) low = threshold;
+    before = high > low ? weight_at_least(r->V, r->logits, r->weights, high) : goal;
+    if (before >= goal) high = INFINITY, before = 0;
+    int n = copy_weights_between(r->V, r->logits, r->weights, low, high, logits, weights);
+    for (int i = 0; i < MAX_HALVINGS && n > FEW; i++) {
+        float top = high < r->max_logit ? high : r->max_logit, middle = low + (top - low) / 2;
+        double above = weight_at_least(n, logits, weights, middle);
+        if (before + above >= goal) low = middle;
+        else high = middle, before += above;
+        n = copy_weights_between(n, logits, weights, low, high, logits, weights);
+    }
+    int n_candidates = collect_between(r, low, high);
     qsort(r->candidates, n_candidates, sizeof *r->candidates, compare);
     for (; kept < n_candidates && (before < goal || kept == 0); kept++) before += r->weights[r->candidates[kept].token];
     if (!kept) return total; /* only by rounding: all tokens are needed to reach p */
@@ -300,9 +367,8 @@ typedef struct {
 static void sample_task(const void *arguments, Thread *self) {
     const Samples *a = arguments;
     int V = a->V, blocks = (V + BLOCK - 1) / BLOCK;
-    float *mine = a->scratch + self->index * (4L * V + 2L * blocks), *rest = mine + 4L * V;
-    Row row = {.V = V, .blocks = blocks, .block_max = rest, .weights = mine + 2L * V, .sums = rest + blocks, .buckets = (int32_t *)(mine + 3L * V),
-               .candidates = (Candidate *)mine};
+    float *mine = a->scratch + self->index * (3L * V + 2L * blocks + 16), *rest = mine + 2L * V + 16;
+    Row row = {.V = V, .blocks = blocks, .candidates = (Candidate *)mine, .weights = rest, .block_max = rest + V, .sums = rest + V + blocks};
     Phase phase = begin_phase(self, a->n, 1);
     while (claim(self, &phase))
         for (int t = phase.first; t < phase.last; t++) {
@@ -314,7 +380,7 @@ static void sample_task(const void *arguments, Thread *self) {
 
 /* Tokens (n) from logits (n, V). temperature 0: the largest logit, the smallest token among equals. top_k 0 and top_p 1: no limit. u holds
  * a uniform number in (0, 1) for each row. finite[t] is 0 if row t has a logit that is infinite or NaN; its token is then 0. `scratch` holds
- * 4 V + 2 ceil(V / 64) floats for each thread. */
+ * 3 V + 2 ceil(V / 64) + 16 floats for each thread. */
 void sample(int threads, int n, int V, const float *logits, const float *temperature, const int32_t *top_k, const double *top_p, const double *u,
             float *scratch, int64_t *tokens, int32_t *finite) {
     Samples a = {n, V, logits, temperature, top_k, top_p, u, scratch, tokens, finite};

@@ -39,6 +39,42 @@ static inline void horizontal_sums(const v8 *v, float scale, float *s) {
 #endif
 }
 
+/* Comparisons, as masks of 32 bits a lane, and the larger and smaller of two. Intrinsics, because compilers make several instructions of the
+ * plain operators where the CPU has AVX-512. */
+#ifdef __AVX__
+static inline v8i at_least(v8 a, v8 b) { return (v8i)_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GE_OQ); }
+static inline v8 max8(v8 a, v8 b) { return (v8)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline v8 min8(v8 a, v8 b) { return (v8)_mm256_min_ps((__m256)a, (__m256)b); }
+static inline unsigned lane_bits(v8i mask) { return _mm256_movemask_ps((__m256)mask); }
+#else
+static inline v8i at_least(v8 a, v8 b) { return a >= b; }
+static inline v8 max8(v8 a, v8 b) { return (v8)(((v8i)a & (a > b)) | ((v8i)b & ~(a > b))); }
+static inline v8 min8(v8 a, v8 b) { return (v8)(((v8i)a & (a < b)) | ((v8i)b & ~(a < b))); }
+static inline unsigned lane_bits(v8i mask) {
+    unsigned bits = 0;
+    for (int i = 0; i < 8; i++) bits |= (mask[i] & 1u) << i;
+    return bits;
+}
+#endif
+static inline float horizontal_max(v8 v) { /* of numbers */
+    v = max8(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+    v = max8(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+    return v[0] > v[1] ? v[0] : v[1];
+}
+/* Stores the lanes of v whose mask is set one after the other; returns their number. May write all eight floats at `to`. */
+static inline int store_lanes(float *to, v8 v, v8i mask) {
+#ifdef __AVX512VL__
+    __mmask8 lanes = (__mmask8)lane_bits(mask);
+    store(to, (v8)_mm256_maskz_compress_ps(lanes, (__m256)v));
+    return __builtin_popcount(lanes);
+#else
+    int n = 0;
+    for (unsigned lanes = lane_bits(mask); lanes; lanes &= lanes - 1) to[n++] = v[__builtin_ctz(lanes)];
+    return n;
+#endif
+}
+static inline v8 keep_where(v8i mask, v8 v) { return (v8)((v8i)v & mask); } /* 0 elsewhere */
+
 static inline v8 blend(v8i mask, v8 a, v8 b) { return (v8)(((v8i)a & mask) | ((v8i)b & ~mask)); }
 
 /* a b + c as one fused operation where the CPU has it. Written as an intrinsic: a compiler may fuse in one loop and not in another, and then
