@@ -295,15 +295,19 @@ def free_port() -> int:
 
 
 def test_cluster(cluster: str, folder: Path) -> None:
-    """A cluster takes replicas with their front outside, and with their front as a deployment; too few CPUs are told in one line."""
+    """A cluster takes replicas with their front outside, and with their front as a deployment; too few CPUs or GPUs: one line."""
     [want] = generated(folder, ["In a cluster"])
     port = free_port()
     subprocess.run([sys.executable, "-c", APPLICATION, cluster, str(port), str(folder)], check=True, timeout=200)
     inside = f"http://127.0.0.1:{port}"
     assert [ask(inside, "In a cluster", stream) for stream in (False, True)] == [(want, "complete")] * 2
-    words = [sys.executable, "-m", "twoscale", "serve", str(folder), "--port", "0", "--ray-address", cluster, "--replicas", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and "has 1 of the 2 CPUs that 2 replicas need" in done.stderr and is_one_line(done.stderr), done.stderr
+    words = [sys.executable, "-m", "twoscale", "serve", str(folder), "--port", "0", "--ray-address", cluster, "--replicas"]
+    for more, line in (
+        (("2",), "1 of the 2 CPUs that 2 replicas need"),
+        (("1", "--device", "cuda"), "0 of the 1 GPUs that 1 replicas need"),
+    ):
+        done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and f"the cluster has {line}" in done.stderr and is_one_line(done.stderr), done.stderr
     with command(folder, "--replicas", 1, "--policy", "lockstep", "--ray-address", cluster) as (process, address):
         assert ask(address, "In a cluster", True) == (want, "complete")
         process.terminate()

@@ -58,13 +58,14 @@ def three_groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def vllm_engine(folder: Path, **overrides: Any) -> Iterator[Any]:
+def vllm_engine(folder: Path, ranks: int = 1, **overrides: Any) -> Iterator[Any]:
     """A folder in vLLM; a step takes at most 96 tokens, so prompts are cut."""
     from vllm import LLM
 
     engine = LLM(
         model=str(folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True, hf_overrides=overrides, max_num_seqs=16,
         max_num_batched_tokens=96, max_model_len=128, kv_cache_memory_bytes=1 << 28, max_logprobs=8, disable_log_stats=True,
+        tensor_parallel_size=ranks,
     )  # fmt: skip
     try:
         yield engine
@@ -157,6 +158,14 @@ def test_exits(three_groups: Path) -> None:
     assert rows == list(gen.work)
     taken = [steps for row in gen.prompt_steps for steps in row]
     assert all(len({steps[g] for steps in taken}) > 2 for g in (0, 1)), "the rules should spread the tokens"
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Two ranks that share heads, inner channels and vocabulary: the answers of our engine, in one group at a fixed depth, in one with a
+    rule. The ranks are processes of their own."""
+    folder = exported(OTHER, tmp_path)
+    with vllm_engine(folder, ranks=2, loops=4, exit=[None, "acceleration:3.0"]) as engine:
+        assert_same_answers(engine, folder, loops=4, exit={1: "acceleration:3.0"})
 
 
 def _count_rows(module: Any) -> None:

@@ -92,6 +92,15 @@ def test_bad_command(
     assert code == 2 and line in err and is_one_line(err)
 
 
+def test_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    """A port in use is told before vLLM is started."""
+    local = pytest.importorskip("twoscale.serve.local", reason="the extra twoscale[serve] is not installed")
+    monkeypatch.setattr(vllm_plugin, "installed_vllm", lambda: "0.32.0")
+    with local.listen("127.0.0.1", 0) as taken:
+        code, _, err = cli("serve", exported(tmp_path), "--engine", "vllm", "--port", taken.getsockname()[1])
+    assert code == 2 and "cannot listen on" in err and is_one_line(err)
+
+
 def test_register_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """In another version of vLLM the plugin says so in one line and registers nothing; vLLM goes on with its own models."""
     monkeypatch.setattr(vllm_plugin, "installed_vllm", lambda: "0.27.0")

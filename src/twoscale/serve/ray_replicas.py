@@ -152,9 +152,12 @@ def application(args: dict[str, str]):
 @contextmanager
 def deployed(settings: Settings, replicas: int, cpus: int) -> Iterator[RayReplicas]:
     """Replicas where Ray is connected (`ray_cluster.connected`), when all of them run, as long as the block runs."""
-    free = ray.available_resources().get("CPU", 0)
-    if free < replicas * cpus:
-        raise UserError(f"the cluster has {free:g} of the {replicas * cpus} CPUs that {replicas} replicas need: start fewer")
+    free = ray.available_resources()
+    for unit, each in (("CPU", cpus), ("GPU", int(settings.device != "cpu"))):
+        if free.get(unit, 0) < replicas * each:  # Ray would wait for more machines
+            raise UserError(
+                f"the cluster has {free.get(unit, 0):g} of the {replicas * each} {unit}s that {replicas} replicas need: start fewer"
+            )
     name = f"twoscale-{uuid.uuid4().hex[:8]}"
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it warns of a dead replica once for every request; the front does so itself
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
