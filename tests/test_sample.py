@@ -99,7 +99,8 @@ def test_limits_are_exact_where_estimates_mislead(V: int) -> None:
         torch.where(torch.arange(V) == V // 2, 90.0, noise),
     ]  # fmt: skip
     sizes = sorted({2, 3, V // 300 + 2, V // 16, V // 8, V // 3, V // 2, V - 2, V - 1})
-    limits = [{"top_k": k} for k in sizes if k > 0] + [{"top_p": p} for p in (0.02, 0.3, 0.5, 0.9, 0.999)] + [{"top_k": V // 2, "top_p": 0.7}]
+    limits = [{"top_k": k} for k in sizes if k > 0] + [{"top_p": p} for p in (0.02, 0.3, 0.5, 0.9, 0.999)]
+    limits += [{"top_k": V // 2, "top_p": 0.7}]
     keys = [SamplingKey(SamplingParams(1.5, seed=seed, **limit)) for limit in limits for seed in range(12)]
     for row in rows:
         logits = row.float().expand(len(keys), -1)
