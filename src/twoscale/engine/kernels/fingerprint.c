@@ -1,12 +1,13 @@
 /* Fingerprints of weights. Compiled together with team.c, which comes first. */
 
-/* 64-bit hashes of the bytes of `count` tensors, to detect that a weight has changed. A tensor is hashed in pieces of 1 MB, and a piece in eight
+/* 64-bit hashes of the bytes of `count` tensors, to detect that a weight has changed. A tensor is hashed in pieces of 1 MB, and a piece in
  * lanes: h = P(h) ^ word with a permutation P (one AES round, or a rotation and a multiplication by an odd constant). This is a bijection of h
  * for any word and of the word for any h, so a change within one word always changes its lane. Lanes and pieces are then folded into 64 bits; two
  * different contents collide with a probability of about 2^-64. A piece's hash depends on its index, and the hashes are combined by xor. The
- * memory's bandwidth is the limit, not the arithmetic. */
+ * memory's bandwidth is the limit, not the arithmetic; four streams through a piece at a time get more of it than one. */
 #define PIECE (1 << 20)
-#define LANES 8
+#define STREAMS 4
+#define LANES 4 /* of each stream */
 
 static inline uint64_t mix64(uint64_t h, uint64_t word) { return ((h << 29 | h >> 35) * 0x9E3779B97F4A7C15u) ^ word; }
 
@@ -21,19 +22,22 @@ static inline Word initial_lane(int j) { return j + 1; }
 #endif
 
 static uint64_t piece_hash(const unsigned char *p, int64_t bytes, uint64_t piece) {
-    Word h[LANES], word;
-    uint64_t hash = piece, halves[LANES * sizeof h[0] / 8];
-    int64_t i = 0;
-    for (int j = 0; j < LANES; j++) h[j] = initial_lane(j);
-    for (; i + (int64_t)sizeof h <= bytes; i += sizeof h)
-        for (int j = 0; j < LANES; j++) memcpy(&word, p + i + j * sizeof word, sizeof word), h[j] = mix_word(h[j], word);
-    for (int j = 0; i < bytes; i += sizeof word, j++) {
+    Word h[STREAMS * LANES], word;
+    int64_t line = LANES * sizeof word, stream = bytes / (STREAMS * line) * line, i = STREAMS * stream;
+    uint64_t hash = piece, halves[sizeof h / 8];
+    for (int j = 0; j < STREAMS * LANES; j++) h[j] = initial_lane(j);
+    for (int64_t k = 0; k < stream; k += line)
+        for (int j = 0; j < STREAMS * LANES; j++) {
+            memcpy(&word, p + j / LANES * stream + k + j % LANES * sizeof word, sizeof word);
+            h[j] = mix_word(h[j], word);
+        }
+    for (int j = 0; i < bytes; i += sizeof word, j++) { /* at most STREAMS * LANES words */
         int64_t rest = bytes - i < (int64_t)sizeof word ? bytes - i : (int64_t)sizeof word;
         memset(&word, 0, sizeof word);
         memcpy(&word, p + i, rest);
         h[j] = mix_word(h[j], word);
     }
-    for (int j = 0; j < LANES; j++) h[j] = mix_word(h[j], initial_lane(j));
+    for (int j = 0; j < STREAMS * LANES; j++) h[j] = mix_word(h[j], initial_lane(j));
     memcpy(halves, h, sizeof h);
     for (int j = 0; j < (int)(sizeof h / 8); j++) hash = mix64(hash, halves[j]);
     hash = mix64(hash, bytes);
