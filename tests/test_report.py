@@ -21,6 +21,7 @@ from twoscale.bench.trace import bench_trace
 from twoscale.config import UserError
 from twoscale.config.serial import read_jsonl
 from twoscale.geometry.probe import probe_geometry
+from twoscale.model import LoopedGPT
 from twoscale.report import registry
 from twoscale.report.build import report
 from twoscale.report.claims import judge
@@ -287,7 +288,7 @@ def test_trace_of_an_older_checkpoint(run: Path, shards: Path, tmp_path: Path, c
 
 def test_bench_trace() -> None:
     """The bench measures the plain pass, the trace and the statistics in one run."""
-    result = bench_trace(nano_run().model, sequences=2, loops=4, repeats=1)
+    result = bench_trace(LoopedGPT(nano_run().model).eval(), sequences=2, loops=4, repeats=1)
     assert min(result.forward_s, result.trace_s, result.measure_s) > 0 and result.tokens == 128
 
 

@@ -67,7 +67,7 @@ class Steps:
         self.params = [] if lowest is None else [loop_params(model, loops=loops, exit=spread(b, groups, lowest, loops)) for b in range(16)]
         """Of each sequence in turn; empty: as in the caches."""
         self.context, self.loops = context, loops
-        self.e = torch.randn(batch, model.config.n_embd)
+        self.e = torch.randn(batch, model.config.n_embd, device=self.engine.device)
 
     @torch.inference_mode()
     def loop(self) -> None:
@@ -75,7 +75,7 @@ class Steps:
         for stage, module in enumerate(self.engine.model.stages):
             if isinstance(module, LoopGroup):
                 parts = [make_part(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
-                tokens = torch.arange(len(parts))
+                tokens = torch.arange(len(parts), device=self.engine.device)
                 loop = Loop(self.engine, stage)
                 loop.admit(Rows(parts, torch.stack((torch.full_like(tokens, self.context), tokens)), self.engine.kernels), self.e)
                 while len(loop):
@@ -149,9 +149,10 @@ def bench_steps(model: LoopedGPT, batch: int, context: int, loops: int, repeats:
     others = {k: Steps(model, batch, context, loops, k, caches=ours.caches) for k in ("packed", "torch")}  # type: ignore[arg-type]
     steps = {"auto": ours, **others}
     works: dict[str, Callable[[], object]] = {k: s.loop for k, s in steps.items()}
-    if can_pack():
+    device = ours.engine.device
+    if can_pack() and device.type == "cpu" and model.weight_dtype == "fp32":
         works["floor"] = floor(model, batch, loops)
-    seconds = interleaved(works, repeats)
+    seconds = interleaved(works, repeats, device=device)
     each = {k: s / (loops * model.config.n_groups) for k, s in seconds.items()}
     return StepBench(batch, context, each["auto"], each["packed"], each["torch"], each.get("floor"))
 
@@ -163,8 +164,9 @@ def bench_rules(model: LoopedGPT, rules: Sequence[Rule], context: int, loops: in
     works: dict[str, Callable[[], object]] = {"": Steps(model, 1, context, loops, caches=shared).loop}
     works |= {type(rule).__name__: Steps(model, 1, context, loops, exit=rule, caches=shared).loop for rule in rules}
     more: dict[str, list[float]] = {name: [] for name in works}
+    device = next(model.parameters()).device
     for i in range(2 + repeats):
-        seconds = {name: timed(work) for name, work in works.items()}
+        seconds = {name: timed(work, device) for name, work in works.items()}
         if i >= 2:
             for name, spent in seconds.items():
                 more[name].append((spent - seconds[""]) / (loops * model.config.n_groups))
@@ -226,11 +228,12 @@ class ParallelBench:
 def bench_parallel(model: LoopedGPT, sequences: int, loops: int, repeats: int) -> ParallelBench:
     """The plain pass of all loops against one whose tokens take half of them on average."""
     c = model.config
-    ids = torch.randint(0, c.vocab_size, (sequences, c.block_size), generator=torch.Generator().manual_seed(0))
+    device = next(model.parameters()).device
+    ids = torch.randint(0, c.vocab_size, (sequences, c.block_size), generator=torch.Generator().manual_seed(0)).to(device)
     rule = exits.RandomExit(loops / 2)
     steps = forward(model, ids, exit=rule, loops=loops).steps
     works = {"full": lambda: forward(model, ids, loops=loops), "half": lambda: forward(model, ids, exit=rule, loops=loops)}
-    seconds = interleaved(works, repeats, warm=1)
+    seconds = interleaved(works, repeats, warm=1, device=device)
     return ParallelBench(seconds["full"], seconds["half"], float(steps.double().mean()))
 
 
@@ -244,7 +247,7 @@ def bench_torch_kernels(model: LoopedGPT, sequences: int, context: int, loops: i
         lengths = [context - i % 8 for i in range(sequences)]
         engine.run([(i, cache, [1] * n) for i, (cache, n) in enumerate(zip(caches, lengths, strict=True))])
         works[name] = partial(_again, engine, caches, lengths)
-    seconds = interleaved(works, repeats)
+    seconds = interleaved(works, repeats, device=engine.device)
     return seconds["slab"], seconds["sequence"]
 
 

@@ -15,11 +15,12 @@ def bench_dtypes(
     """Median seconds of one loop step (the mean over groups) for each batch and dtype, fp32 first."""
     models: dict[str, LoopedGPT] = {"fp32": model, **{dtype: quantize(model, dtype) for dtype in dtypes if dtype != "fp32"}}
     shared = Steps(model, max(batches), context, loops).caches
+    device = next(model.parameters()).device
     found = {}
     for batch in batches:
         works: dict[str, Callable[[], object]] = {
             dtype: Steps(one, batch, context, loops, caches=shared).loop for dtype, one in models.items()
         }
-        seconds = interleaved(works, repeats)
+        seconds = interleaved(works, repeats, device=device)
         found[batch] = {dtype: s / (loops * model.config.n_groups) for dtype, s in seconds.items()}
     return found

@@ -44,8 +44,9 @@ class ListCache:
 @torch.inference_mode()
 def straightforward(model: LoopedGPT, cache: ListCache, token: int, position: int, loops: int) -> Tensor:
     """Logits (V,) after one more token."""
-    c, at = model.config, torch.tensor([position])
-    rope, x, first = model.rope(at), model.embed(torch.tensor([[token]]), at), 0
+    c, device = model.config, next(model.parameters()).device
+    at = torch.tensor([position], device=device)
+    rope, x, first = model.rope(at), model.embed(torch.tensor([[token]], device=device), at), 0
     for stage in model.stages:
         if isinstance(stage, LoopGroup):
             injected, state = stage.inject(x), start_state(c, stage.index, x, at, StateNoise())
@@ -70,11 +71,11 @@ class FamilyBench:
 def bench_family(model: LoopedGPT, loops: int, context: int, repeats: int) -> FamilyBench:
     """One token at a context, both ways in turn; the token is forgotten after each."""
     config = model.config
-    steps = Steps(model, 1, context, loops)
+    steps, device = Steps(model, 1, context, loops), next(model.parameters()).device
     looped = {layer for group in config.groups for layer in group}
     shape = (1, context, config.kv_heads, config.head_dim)
     filled = {
-        (layer, k): (torch.randn(shape), torch.randn(shape))
+        (layer, k): (torch.randn(shape, device=device), torch.randn(shape, device=device))
         for layer in range(config.n_layer)
         for k in range(loops if layer in looped else 1)
     }

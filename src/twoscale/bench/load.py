@@ -26,6 +26,7 @@ from twoscale.interop import load
 from twoscale.interop.fill import fill_plain
 from twoscale.interop.load import read_folder
 from twoscale.model import LoopedGPT, LoopGroup
+from twoscale.model.group import SplitAdapter
 
 PROMPT = 8  # tokens
 
@@ -44,19 +45,19 @@ class LoadBench:
     peak: int
     """Bytes: the most until the last token."""
     read: int = 0
-    """Bytes of weights that a token reads; 0 for torch's operators."""
+    """Bytes of weights that a token reads from panels; 0 without the C kernels."""
     plain_read_s: float = 0.0
     """Median seconds of a plain read of as many bytes, of the same memory, between the tokens."""
 
 
-def bench_load(folder: Path, dtype: WeightDtype, loops: int, tokens: int) -> LoadBench:
+def bench_load(folder: Path, dtype: WeightDtype, loops: int, tokens: int, device: torch.device) -> LoadBench:
     """Our engine, the weights held in a dtype."""
-    return _in_a_process(_ours, folder, dtype, loops, tokens)
+    return _in_a_process(_ours, folder, dtype, loops, tokens, device)
 
 
-def bench_plain(folder: Path, dtype: str, loops: int, tokens: int) -> LoadBench:
+def bench_plain(folder: Path, dtype: str, loops: int, tokens: int, device: torch.device) -> LoadBench:
     """The same architecture by torch's operators, the whole model in bf16 or fp32: eager layers, keys and values in lists."""
-    return _in_a_process(_plain, folder, dtype, loops, tokens)
+    return _in_a_process(_plain, folder, dtype, loops, tokens, device)
 
 
 def _in_a_process(work: Callable[..., LoadBench], *args: object) -> LoadBench:
@@ -64,12 +65,12 @@ def _in_a_process(work: Callable[..., LoadBench], *args: object) -> LoadBench:
         return pool.submit(work, *args).result()
 
 
-def _ours(folder: Path, dtype: WeightDtype, loops: int, tokens: int) -> LoadBench:
+def _ours(folder: Path, dtype: WeightDtype, loops: int, tokens: int, device: torch.device) -> LoadBench:
     started = time.perf_counter()
-    model, _ = load(folder, dtype)
-    loaded, peak_load, held = time.perf_counter() - started, memory("VmHWM"), memory("VmRSS")
+    model, _ = load(folder, dtype, device)
+    loaded, peak_load, held = time.perf_counter() - started, memory("VmHWM", device), memory("VmRSS", device)
     engine = Engine(model)
-    panels = _panels(engine.model)
+    panels = _panels(engine.model)  # none without the C kernels
     cache = engine.new_cache(PROMPT + tokens, loop_params(model, loops=loops))
     read = bytes_of_a_token(engine.model, loops)
     token_s, read_s = [], []
@@ -82,23 +83,25 @@ def _ours(folder: Path, dtype: WeightDtype, loops: int, tokens: int) -> LoadBenc
     token(list(range(1, PROMPT + 1)))
     for i in range(tokens):
         token_s.append(timed(lambda i=i: token([i + 1])))  # type: ignore[misc]
-        if i % 4 == 0:
+        if panels and i % 4 == 0:
             read_s.append(timed(lambda: _read(panels)) * read / sum(p.nbytes for p in panels))
-    return LoadBench(loaded, median(token_s), peak_load, held, memory("VmHWM"), read, median(read_s))
+    return LoadBench(loaded, median(token_s), peak_load, held, memory("VmHWM", device), read, median(read_s or [0.0]))
 
 
-def _plain(folder: Path, dtype: str, loops: int, tokens: int) -> LoadBench:
+def _plain(folder: Path, dtype: str, loops: int, tokens: int, device: torch.device) -> LoadBench:
     started = time.perf_counter()
-    model = fill_plain(read_folder(folder), torch.bfloat16 if dtype == "bf16" else torch.float32, torch.device("cpu"))
-    loaded, peak_load, held = time.perf_counter() - started, memory("VmHWM"), memory("VmRSS")
+    model = fill_plain(read_folder(folder), torch.bfloat16 if dtype == "bf16" else torch.float32, device)
+    loaded, peak_load, held = time.perf_counter() - started, memory("VmHWM", device), memory("VmRSS", device)
     cache, seconds = ListCache(), []
     for i in range(PROMPT + tokens):
         seconds.append(timed(lambda i=i: straightforward(model, cache, 1 + i, i, loops).argmax().item()))  # type: ignore[misc]
-    return LoadBench(loaded, median(seconds[PROMPT:]), peak_load, held, memory("VmHWM"))
+    return LoadBench(loaded, median(seconds[PROMPT:]), peak_load, held, memory("VmHWM", device))
 
 
-def memory(field: str) -> int:
-    """VmRSS or VmHWM (its peak) of this process, in bytes."""
+def memory(field: str, device: torch.device | None = None) -> int:
+    """VmRSS or VmHWM (its peak) of this process, in bytes; on a GPU what torch has allocated there, and its peak."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) if field == "VmHWM" else torch.cuda.memory_allocated(device)
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
@@ -118,7 +121,7 @@ def bytes_of_a_token(model: LoopedGPT, loops: int) -> int:
         for module in stage.modules():
             if isinstance(module, NativeLinear):
                 times[id(module)] = loops if isinstance(stage, LoopGroup) else 1
-        if isinstance(stage, LoopGroup) and stage.adapter is not None:
+        if isinstance(stage, LoopGroup) and isinstance(stage.adapter, SplitAdapter):
             times[id(stage.adapter.of_input)] = 1
     linear = [m for m in model.modules() if isinstance(m, NativeLinear)]
     return sum(m.panels.values.nbytes * times.get(id(m), 1) for m in linear)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from twoscale.bench.serve import MAX_STEPS, Load, Result, check_served, run_clients
 from twoscale.bench.vllm import exported, requests
 from twoscale.config import UserError
+from twoscale.config.dtypes import WeightDtype
 from twoscale.data import Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.serve.build import Settings
@@ -20,7 +21,13 @@ from twoscale.serve.ray_cluster import connected
 
 
 def bench_replicas(
-    model: LoopedGPT, load: Load, tokenizer: Tokenizer, replicas: int, rounds: int, say: Callable[[str], object]
+    model: LoopedGPT,
+    load: Load,
+    tokenizer: Tokenizer,
+    replicas: int,
+    rounds: int,
+    say: Callable[[str], object],
+    dtype: WeightDtype = "fp32",
 ) -> list[tuple[Result, Result]]:
     """(one replica, so many) for each round. Both sets run during the whole bench; one of them gets requests at a time."""
     cores = sorted(os.sched_getaffinity(0))
@@ -29,7 +36,7 @@ def bench_replicas(
     found: list[tuple[Result, Result]] = []
     with ExitStack() as stack:
         folder = exported(model, tokenizer, Path(stack.enter_context(TemporaryDirectory())))
-        settings = Settings(str(folder), policy="lockstep", max_num_seqs=load.clients, limits=Limits(timeout=600.0))
+        settings = Settings(str(folder), policy="lockstep", max_num_seqs=load.clients, limits=Limits(timeout=600.0), dtype=dtype)
         stack.enter_context(connected(replicas + 1))
         from twoscale.serve.ray_replicas import deployed
 

@@ -24,11 +24,11 @@ SETTINGS: dict[str, dict[str, float | int]] = {
 }
 
 
-def bench_sampling(repeats: int) -> dict[str, dict[str, float]]:
+def bench_sampling(repeats: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Seconds of NEW tokens for ROWS rows by each setting, for a flat and for a peaked distribution."""
     found = {}
     for name, gain in (("nearly equal probabilities", 1.0), ("as peaked as a trained model", 20.0)):
-        model = LoopedGPT(SHAPE).eval()
+        model = LoopedGPT(SHAPE).eval().to(device)
         assert model.ln_f is not None
         with torch.no_grad():
             model.ln_f.weight.mul_(gain)

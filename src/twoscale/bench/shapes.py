@@ -1,4 +1,4 @@
-"""Folders with random weights at the shapes of published looped models: the same config.json and names of weights, in bf16.
+"""Models with random weights, and folders of them at the shapes of published looped models: the same config.json and names, in bf16.
 
 They stand in for the real checkpoints where only size and speed are asked for.
 """
@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 
+from twoscale.config import ModelConfig
+from twoscale.config.dtypes import WeightDtype
 from twoscale.config.run_folder import CONFIG
+from twoscale.engine.kernels.quantize import quantize
 from twoscale.interop.quantize import ShardWriter
+from twoscale.model import LoopedGPT
 
 Settings = dict[str, Any]
+
+
+def random_model(config: ModelConfig, dtype: WeightDtype = "fp32", device: torch.device | None = None) -> LoopedGPT:
+    """A model for inference with its weights in a dtype, on a device."""
+    model = LoopedGPT(config).eval().to(device)
+    return model if dtype == "fp32" else quantize(model, dtype)
 
 
 def huginn(width: int, heads: int, hidden: int, vocabulary: int, layers: tuple[int, int, int] = (2, 4, 2)) -> Settings:

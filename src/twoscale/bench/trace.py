@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from twoscale.bench.timing import interleaved
-from twoscale.config import ModelConfig
 from twoscale.geometry import measure
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.tracing import trace
@@ -24,15 +23,15 @@ class TraceBench:
     loops: int
 
 
-def bench_trace(config: ModelConfig, sequences: int = 16, loops: int = 30, repeats: int = 7) -> TraceBench:
-    """Random weights and tokens at full context; plain pass, stored trace and streamed statistics in turn."""
-    model = LoopedGPT(config).eval()
-    ids = torch.randint(0, config.vocab_size, (sequences, config.block_size), generator=torch.Generator().manual_seed(0))
+def bench_trace(model: LoopedGPT, sequences: int = 16, loops: int = 30, repeats: int = 7) -> TraceBench:
+    """Random tokens at full context; plain pass, stored trace and streamed statistics in turn."""
+    config, device = model.config, next(model.parameters()).device
+    ids = torch.randint(0, config.vocab_size, (sequences, config.block_size), generator=torch.Generator().manual_seed(0)).to(device)
 
     @torch.no_grad()
     def plain() -> None:
         model.head(model.hidden(ids, loops=loops, noise=StateNoise())[0])
 
     works = {"plain": plain, "trace": lambda: trace(model, ids, loops=loops), "measure": lambda: measure(model, ids, loops)}
-    seconds = interleaved(works, repeats, warm=1)
+    seconds = interleaved(works, repeats, warm=1, device=device)
     return TraceBench(seconds["plain"], seconds["trace"], seconds["measure"], ids.numel(), loops)

@@ -2,12 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from twoscale.cli import bench_scale, bench_training, bench_weights
+from twoscale.cli import bench_serve, bench_training, bench_weights
 from twoscale.cli.parse import parse, say
-from twoscale.config import UserError, missing_package, presets
+from twoscale.config import UserError, presets
 from twoscale.config.dtypes import WeightDtype
 
 if TYPE_CHECKING:
@@ -40,6 +39,10 @@ class BenchTraceArgs:
     """Loop steps."""
     repeats: int = 7
     """Interleaved repeats; medians are reported."""
+    dtype: WeightDtype = "fp32"
+    """How the weights are held: fp32, bf16, int8 or w8a8."""
+    device: str = "cpu"
+    """Where to compute: cpu, or a device of torch such as cuda."""
 
 
 @dataclass(frozen=True)
@@ -76,38 +79,8 @@ class BenchDecodeArgs:
     """With --speculate: tokens to write after each prompt."""
     dtype: tuple[WeightDtype, ...] = ()
     """Instead: a loop step of 1, 8 and 32 rows with the weights in these dtypes, against fp32."""
-
-
-@dataclass(frozen=True)
-class BenchServeArgs:
-    """The same load served one after another, in batches that wait, and by both policies with and without exits; one run."""
-
-    preset: Literal["nano", "tiny", "small", "paper"] = "paper"
-    """Which model to serve, with random weights."""
-    clients: int = 32
-    """Clients that ask at a time."""
-    seconds: float = 20.0
-    """How long each way is measured, in each round."""
-    rounds: int = 3
-    """Rounds in which all ways take turns; medians are reported."""
-    prompt: tuple[int, int] = (8, 48)
-    """Tokens of a prompt, at least and at most."""
-    new: tuple[int, int] = (16, 64)
-    """Tokens of an answer, at least and at most."""
-    soak: float = 0.0
-    """Instead: so many seconds of overload by twice as many clients, some of whom hang up; looks at memory and at every answer."""
-    vllm: bool = False
-    """Instead: vLLM with our plugin and our own server, each with all loops and with exits (needs vLLM: `make venv-vllm`)."""
-    replicas: int = 0
-    """Instead: so many replicas beside one, by Ray Serve, each pinned to one core (needs Ray: `make venv-ray`)."""
-    busy: bool = False
-    """Instead: one request to `bundled` on free cores, with one core kept busy by another program, and with all of them."""
-    mixed: bool = False
-    """Instead: all clients with one rule, and with eight different rules and depth limits."""
-    attack: bool = False
-    """Instead: the latency of every request with and without 1,000 half-open connections and one heavy request, on 127.0.0.1."""
-    speculate: str | None = None
-    """Instead: 1, 4, 16 and 32 clients of a trained model (a run, or `bundled`) with speculation `auto` and off, on held-out text."""
+    device: str = "cpu"
+    """Where to compute: cpu, or a device of torch such as cuda."""
 
 
 def run(args: list[str]) -> int:
@@ -129,6 +102,8 @@ def run(args: list[str]) -> int:
         others = [bench for bench, wanted in chosen.items() if wanted]
         if len(others) > 1:
             raise UserError("--busy, --sampling, --family, --speculate, --dtype and --model are benches of their own: choose one")
+        if decode.device != "cpu" and (decode.busy or decode.speculate):
+            raise UserError(f"--device {decode.device}: --busy and --speculate are measured on the CPU alone")
         return (others or [_decode])[0](decode)
     if args[0] == "trace":
         return _trace(parse(BenchTraceArgs, args[1:], "twoscale bench trace"))
@@ -141,17 +116,20 @@ def run(args: list[str]) -> int:
     if args[0] == "quantize":
         return bench_weights.quantize(parse(bench_weights.BenchQuantizeArgs, args[1:], "twoscale bench quantize"))
     if args[0] == "serve":
-        return _serve(parse(BenchServeArgs, args[1:], "twoscale bench serve"))
+        return bench_serve.serve(parse(bench_serve.BenchServeArgs, args[1:], "twoscale bench serve"))
     return _train(parse(BenchTrainArgs, args[1:], "twoscale bench train"))
 
 
 def _trace(args: BenchTraceArgs) -> int:
+    from twoscale.bench.shapes import random_model
     from twoscale.bench.trace import bench_trace
+    from twoscale.interop.load import usable_device
 
     if min(args.sequences, args.loops, args.repeats) < 1:
         raise UserError("--sequences, --loops and --repeats are at least 1")
-    r = bench_trace(presets.get(args.preset).model, args.sequences, args.loops, args.repeats)
-    print(f"preset {args.preset}, {r.tokens} tokens, {r.loops} loops, median of {args.repeats} interleaved repeats")
+    model = random_model(presets.get(args.preset).model, args.dtype, usable_device(args.device))
+    r = bench_trace(model, args.sequences, args.loops, args.repeats)
+    print(f"preset {args.preset}, {args.dtype}, {r.tokens} tokens, {r.loops} loops, median of {args.repeats} interleaved repeats")
     print(f"plain forward             {r.forward_s * 1e3:8.0f} ms")
     print(f"trace, states stored      {r.trace_s * 1e3:8.0f} ms  {r.trace_s / r.forward_s:.2f}x")
     print(f"all statistics, streamed  {r.measure_s * 1e3:8.0f} ms  {r.measure_s / r.forward_s:.2f}x")
@@ -160,19 +138,18 @@ def _trace(args: BenchTraceArgs) -> int:
 
 def _family(args: BenchDecodeArgs) -> int:
     from twoscale.bench.family import LAYOUTS, bench_family
-    from twoscale.model import LoopedGPT
+    from twoscale.bench.shapes import random_model
+    from twoscale.interop.load import usable_device
 
+    device = usable_device(args.device)
     assert args.family is not None
     config, loops = LAYOUTS[args.family]
     print(f"{args.family}'s layout, width {config.n_embd}, {loops} loops, one row; medians of {3 * args.repeats} interleaved repeats")
     print("context        ours   straightforward   ratio")
     for context in (96, 448):
-        r = bench_family(LoopedGPT(config).eval(), loops, context, 3 * args.repeats)
+        r = bench_family(random_model(config, device=device), loops, context, 3 * args.repeats)
         print(f"{context:7} {r.ours * 1e3:8.2f} ms {r.straightforward * 1e3:14.2f} ms {r.straightforward / r.ours:6.2f}x")
     return 0
-
-
-BUSY_HEAD = f"{'':<38}{'free cores':>13}{'one core busy':>16}{'all cores busy':>16}"
 
 
 def _busy(args: BenchDecodeArgs) -> int:
@@ -187,7 +164,7 @@ def _busy(args: BenchDecodeArgs) -> int:
     preset, ids = LoopedGPT(presets.get(args.preset).model).eval(), list(range(1, 9))
     works = decode_works({"bundled, README's example, 64 tokens": (bundled, tokenizer.encode("The old man looked at the sea and"), 64)})
     works |= decode_works({f"preset {args.preset}, 8 tokens": (preset, ids, 8)})
-    print(f"medians of {args.repeats} interleaved rounds, ratios within a round\n{BUSY_HEAD}")
+    print(f"medians of {args.repeats} interleaved rounds, ratios within a round\n{bench_serve.BUSY_HEAD}")
     for name, beside in beside_other_programs(works, args.repeats).items():
         print(f"{name:<38}{beside.words}")
     return 0
@@ -226,7 +203,7 @@ def _saved(args: BenchDecodeArgs) -> int:
     assert args.model is not None
     if args.repeats < 1 or (args.depth is not None and args.depth < 1) or min(args.batches, default=0) < 1:
         raise UserError("--repeats, --depth and --batches are at least 1")
-    model, _ = load(args.model)
+    model, _ = load(args.model, device=args.device)
     hops = args.model == "hops"
     depth = args.depth or (b.HOPS_DEPTH if hops else model.config.mean_loops)
     names = args.rules or (b.HOPS_RULES if hops else ("auto",))
@@ -246,11 +223,13 @@ def _saved(args: BenchDecodeArgs) -> int:
 
 def _sampling(args: BenchDecodeArgs) -> int:
     from twoscale.bench.sampling import NEW, ROWS, SHAPE, bench_sampling
+    from twoscale.interop.load import usable_device
 
     if args.repeats < 1:
         raise UserError("--repeats is at least 1")
+    device = usable_device(args.device)
     print(f"{ROWS} rows, {NEW} tokens, vocabulary {SHAPE.vocab_size:,}, 15M parameters; medians of {args.repeats} interleaved repeats")
-    for name, seconds in bench_sampling(args.repeats).items():
+    for name, seconds in bench_sampling(args.repeats, device).items():
         print(name)
         for setting, value in seconds.items():
             print(f"  {setting:<24}{value * 1e3:8.0f} ms {value / seconds['greedy']:6.2f}x")
@@ -259,17 +238,20 @@ def _sampling(args: BenchDecodeArgs) -> int:
 
 def _random_model(args: BenchDecodeArgs) -> "LoopedGPT":
     """The preset's model with random weights, once the settings of the bench are checked."""
+    from twoscale.bench.shapes import random_model
     from twoscale.engine.kernels.library import c_library
-    from twoscale.model import LoopedGPT
+    from twoscale.interop.load import usable_device
 
     config = presets.get(args.preset).model
     if args.loops < 2 or args.repeats < 1 or min(args.batches, default=0) < 1 or min(args.contexts, default=0) < 1:
         raise UserError("--loops is at least 2; --repeats, --batches and --contexts are at least 1")
     if max(args.contexts) >= config.block_size:
         raise UserError(f"--contexts {max(args.contexts)}: the preset {args.preset} has a context of {config.block_size}")
-    kernels = "C kernels for few rows" if c_library() is not None else "no C kernels (no compiler?), packed weights"
+    device = usable_device(args.device)
+    kernels = "C kernels" if c_library() is not None else "no C kernels (no compiler?), packed weights"
+    kernels = kernels if device.type == "cpu" else f"torch's operators on {device}"
     print(f"preset {args.preset}, {args.loops} loops, {kernels}; medians of {args.repeats} interleaved repeats\n")
-    return LoopedGPT(config).eval()
+    return random_model(config, device=device)
 
 
 def _dtypes(args: BenchDecodeArgs) -> int:
@@ -279,10 +261,10 @@ def _dtypes(args: BenchDecodeArgs) -> int:
 def _decode(args: BenchDecodeArgs) -> int:
     from twoscale import exits
     from twoscale.bench import decode as b
-    from twoscale.model import LoopedGPT
+    from twoscale.bench.shapes import random_model
 
     model = _random_model(args)
-    config = model.config
+    config, device = model.config, next(model.parameters()).device
     print("one loop step (mean over groups)      ours    floor  ours/floor   packed    plain  plain/ours")
     step = 0.0
     for context in args.contexts:
@@ -310,15 +292,15 @@ def _decode(args: BenchDecodeArgs) -> int:
 
     print("\nteacher-forced pass, preset small, 8 x 256 tokens")
     for loops in (12, 30):
-        p = b.bench_parallel(LoopedGPT(presets.small().model).eval(), 8, loops, max(3, args.repeats // 2))
+        p = b.bench_parallel(random_model(presets.small().model, device=device), 8, loops, max(3, args.repeats // 2))
         print(f"  {loops} loops {p.full * 1e3:.0f} ms, mean steps {p.mean_steps:.2f} {p.half * 1e3:.0f} ms: {p.half / p.full:.2f}x")
 
-    token = b.bench_token(LoopedGPT(b.HUGINN).eval(), 96, 16, 3 * args.repeats)
+    token = b.bench_token(random_model(b.HUGINN, device=device), 96, 16, 3 * args.repeats)
     print(f"\nHuginn's layout, 6.7M parameters, width 256, 16 loops, context 96, one row: {token * 1e3:.1f} ms a token")
 
     print("\nwithout C kernels, 32 sequences, 4 loops, ms a token: one attention call for many sequences, one a sequence")
     for name in ("nano", "tiny"):
-        other = LoopedGPT(presets.get(name).model).eval()
+        other = random_model(presets.get(name).model, device=device)
         slab, one = b.bench_torch_kernels(other, 32, min(48, other.config.block_size - 8), 4, args.repeats)
         print(f"  preset {name:<6} {slab * 1e3:8.1f} ms {one * 1e3:8.1f} ms: {one / slab:.2f}x the tokens/s")
 
@@ -326,71 +308,6 @@ def _decode(args: BenchDecodeArgs) -> int:
     table = b.cache_table(config, args.loops)
     for kv, size in table.items():
         print(f"  {kv:<12}{size:10,} {size / table['plain GPT']:7.2f}x")
-    return 0
-
-
-def _serve(args: BenchServeArgs) -> int:
-    try:
-        import httpx  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise missing_package(f"this bench needs {error.name}", "serve", "httpx") from None
-    from twoscale.bench import attack, serve
-    from twoscale.bench.soak import soak
-    from twoscale.data.tokenizer import byte_tokenizer
-    from twoscale.model import LoopedGPT
-
-    if not 1 <= args.clients <= 1000 or not 1 <= args.rounds <= 100 or not 0 < args.seconds <= 3600 or not 0 <= args.soak <= 86_400:
-        raise UserError("--clients lies between 1 and 1000, --rounds between 1 and 100, --seconds up to an hour, --soak up to a day")
-    if any(not 1 <= low <= high for low, high in (args.prompt, args.new)):
-        raise UserError("--prompt and --new want two numbers, at least 1, the smaller one first")
-    if args.busy:
-        return _serve_busy(args)
-    if args.speculate is not None:
-        return bench_scale.serve_speculate(args)
-    model = LoopedGPT(presets.get(args.preset).model).eval()
-    load = serve.Load(args.clients, args.seconds, args.prompt, args.new)
-    if args.soak:
-        return soak(model, load, byte_tokenizer(), args.soak, print)
-    if args.vllm:
-        return bench_scale.serve_vllm(args, model, load)
-    if args.replicas:
-        return bench_scale.serve_replicas(args, model, load)
-    if args.mixed:
-        rounds = serve.bench_mixed(model, load, args.rounds, say)
-        print(f"preset {args.preset}, {args.clients} clients, lockstep, medians of {args.rounds} rounds in turns")
-        for name, results in (("one rule", [a for a, _ in rounds]), ("eight rules and depth limits", [b for _, b in rounds])):
-            print(f"{name:<34}{serve.words(results)}")
-        print(f"eight rules beside one: {median(b.rate / a.rate for a, b in rounds):.2f}x")
-        return 0
-    if args.attack:
-        print(f"preset {args.preset}, {args.clients} clients, {args.rounds} rounds in turns")
-        print("\n".join(attack.words(attack.bench_attack(model, load, byte_tokenizer(), args.rounds, say))))
-        return 0
-    spread = f"prompts of {args.prompt[0]} to {args.prompt[1]} tokens, answers of {args.new[0]} to {args.new[1]}"
-    print(f"preset {args.preset}, {args.clients} clients, {spread}, {serve.MIN_STEPS} to {serve.MAX_STEPS} steps a group")
-    found = serve.bench_serve(model, load, byte_tokenizer(), args.rounds, say)
-    for name, results in found.items():
-        print(f"{name:<34}{serve.words(results)}")
-    http = next(name for name in found if name.endswith("over HTTP"))
-    best = found[http.removesuffix(", over HTTP")]
-    for name in (serve.WAIT, serve.ONE):
-        print(f"beside {name}: {median(b.rate / o.rate for b, o in zip(best, found[name], strict=True)):.2f}x")
-    alone, with_http = (median(r.overhead for r in results) for results in (best, found[http]))
-    print(f"scheduling {alone:.1%} of the time of the engine's calls, with HTTP {with_http:.1%}")
-    return 0
-
-
-def _serve_busy(args: BenchServeArgs) -> int:
-    from twoscale import load
-    from twoscale.bench.busy import beside_other_programs, served
-
-    model, tokenizer = load("bundled")
-    assert tokenizer is not None
-    with served(model, tokenizer, tokenizer.encode("The old man looked at the sea and"), 24) as request:
-        print(f"medians of {args.rounds} interleaved rounds, ratios within a round\n{BUSY_HEAD}")
-        for name, beside in beside_other_programs({"bundled over HTTP, 24 tokens": request}, args.rounds).items():
-            print(f"{name:<38}{beside.words}")
     return 0
 
 

@@ -8,7 +8,7 @@ from twoscale.config import UserError, missing_package
 
 if TYPE_CHECKING:
     from twoscale.bench.serve import Load
-    from twoscale.cli.bench import BenchServeArgs
+    from twoscale.cli.bench_serve import BenchServeArgs
     from twoscale.model import LoopedGPT
 
 
@@ -22,7 +22,7 @@ def serve_replicas(args: "BenchServeArgs", model: "LoopedGPT", load: "Load") -> 
 
     if not 2 <= args.replicas <= 64:
         raise UserError(f"--replicas {args.replicas}: between 2 and 64")
-    rounds = bench_replicas(model, load, byte_tokenizer(), args.replicas, args.rounds, say)
+    rounds = bench_replicas(model, load, byte_tokenizer(), args.replicas, args.rounds, say, args.dtype)
     print(f"preset {args.preset}, {args.clients} clients over HTTP, a core for each replica, medians of {args.rounds} rounds in turns")
     for name, results in (("one replica", [a for a, _ in rounds]), (f"{args.replicas} replicas", [b for _, b in rounds])):
         print(f"{name:<34}{words(results, rows=False)}")
@@ -53,7 +53,7 @@ def serve_speculate(args: "BenchServeArgs") -> int:
 
     assert args.speculate is not None
     folder = as_run(args.speculate, say)
-    run = load_run(folder)
+    run = load_run(folder, dtype=args.dtype)
     loops = 32 if run.model.config.n_groups == 1 else run.model.config.mean_loops
     print(f"{folder.name}, {loops} loops, greedy, prompts of held-out text; `auto` beside `off`, ratios within a round")
     for clients, ratios in bench_clients(run, Load(args.clients, args.seconds), args.rounds, loops, say).items():

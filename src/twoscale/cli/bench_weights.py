@@ -37,6 +37,8 @@ class BenchLoadArgs:
     """Tokens to write after a prompt of 8."""
     keep: bool = False
     """Keep the weights, and use them if they are there already."""
+    device: str = "cpu"
+    """Where to compute: cpu, or a device of torch such as cuda."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,20 @@ class BenchQuantizeArgs:
     """Held-out windows, or samples of a task."""
     figure: Path | None = None
     """Where to draw the figure."""
+    device: str = "cpu"
+    """Where to compute: cpu, or a device of torch such as cuda."""
 
 
 def quantize(args: BenchQuantizeArgs) -> int:
     from twoscale.bench.quantize import bench_quantize, draw
+    from twoscale.interop.load import usable_device
     from twoscale.interop.runs import as_run
     from twoscale.tradeoff.load_run import load_run
 
     if args.windows < 2 or not args.loops or min(args.loops) < 1 or not args.dtype:
         raise UserError("--windows is at least 2, --loops at least 1, and --dtype names at least one")
-    opened = load_run(as_run(args.run, say))
+    device = usable_device(args.device)
+    opened = load_run(as_run(args.run, say), device=device)
     text = opened.text("report", args.windows)
     found = bench_quantize(opened.model, text, args.dtype, args.loops, say)
     print(f"{args.run}, {text.n_asked:,} tokens of {opened.source}, {text.n_clusters} {text.by}; 95 % intervals\n")
@@ -94,10 +100,11 @@ def quantize(args: BenchQuantizeArgs) -> int:
 def load(args: BenchLoadArgs) -> int:
     from twoscale.bench.load import bench_load, bench_plain, kv_bytes
     from twoscale.bench.shapes import SHAPES, write_folder
-    from twoscale.interop.load import model_config
+    from twoscale.interop.load import model_config, usable_device
 
     if args.tokens < 1 or (args.loops is not None and args.loops < 1):
         raise UserError("--tokens and --loops are at least 1")
+    device = usable_device(args.device)
     folder = args.folder / args.shape
     if folder.exists() and not args.keep:
         raise UserError(f"{folder} exists: choose another --folder, or --keep to use it")
@@ -110,9 +117,9 @@ def load(args: BenchLoadArgs) -> int:
         print(f"{args.shape}, random weights, {loops} loops, prompt 8, {args.tokens} tokens, one row; each line is a process of its own\n")
         print(f"{'':<16}{'load':>8}{'held':>10}{'peak':>10}{'a token':>12}{'weights read':>16}{'plain read':>14}{'':>8}")
         for dtype in args.dtype:
-            print(_line(f"ours, {dtype}", bench_load(folder, dtype, loops, args.tokens)))
+            print(_line(f"ours, {dtype}", bench_load(folder, dtype, loops, args.tokens, device)))
         for plain in args.plain:
-            print(_line(f"torch, {plain}", bench_plain(folder, plain, loops, args.tokens)))
+            print(_line(f"torch, {plain}", bench_plain(folder, plain, loops, args.tokens, device)))
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)

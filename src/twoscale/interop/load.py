@@ -4,6 +4,7 @@ No code of a folder is executed, and nothing is unpickled. Names, shapes and set
 """
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def load(path: str | Path, dtype: DtypeChoice = "auto", device: str | torch.devi
     without tokenizer.json gives None for its tokenizer. A calibration in the folder is what exit="auto" stands for.
     """
     check_dtype(dtype)
-    chosen_device = _device(device)
+    chosen_device = usable_device(device)
     folder = find(path)
     if RunFolder(folder).is_run:
         folder = ckpt.find_checkpoint(folder, None)
@@ -68,12 +69,15 @@ def read_folder(folder: Path) -> Content:
     return _mapped(config, Weights(folder), _ours(PREFIX), ())
 
 
-def _device(device: str | torch.device) -> torch.device:
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device, after one number has gone there and back; UserError if the machine does not have it."""
     try:
-        chosen = torch.device(device)
-        torch.empty(1, device=chosen)
+        with warnings.catch_warnings(action="ignore"):  # of names that torch no longer uses
+            chosen = torch.device(device)
+        torch.ones(1, device=chosen).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"device = {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        why = str(error).splitlines()[0].split(". ")[0]
+        raise UserError(f"device = {str(device)!r} cannot be used here: {why}") from None
     return chosen
 
 

@@ -7,6 +7,8 @@ head are matrices too; norms, biases, learned positions and the exit gate stay f
 Such a model runs in `generate`, `forward`, `trace` and all that builds on them. It cannot be trained or saved.
 """
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -105,7 +107,12 @@ def quantize(model: LoopedGPT, dtype: WeightDtype, native: bool = True) -> Loope
     Without `native` it computes by torch's operators, the reference for the C kernels."""
     if model.weight_dtype != "fp32":
         raise UserError(f"this model has its weights in {model.weight_dtype} already: load it again with another dtype")
-    builder = QuantizedModelBuilder(model.config, dtype, next(model.parameters()).device, native)
+    device = next(model.parameters()).device
+    if dtype == "bf16" and device.type != "cpu":  # GPUs compute in bf16 throughout
+        rounded = copy.deepcopy(model).requires_grad_(False).to(torch.bfloat16)
+        rounded.weight_dtype = dtype
+        return rounded
+    builder = QuantizedModelBuilder(model.config, dtype, device, native)
     for name, weight in model.named_parameters():
         builder.put(name, weight.detach())
     builder.model.exit_calibration = model.exit_calibration
