@@ -12,7 +12,9 @@ from twoscale import exits
 from twoscale.config import UserError
 from twoscale.config.files import write_json
 from twoscale.config.serial import to_dict
-from twoscale.interop import vllm_plugin
+from twoscale.interop import find, vllm_plugin
+from twoscale.interop.export import export
+from twoscale.interop.load import model_config
 from twoscale.interop.vllm_plugin.depth import depth_of, fixed_depth
 from twoscale.tradeoff.load_run import name_checkpoint
 
@@ -38,6 +40,16 @@ def test_depth_of_a_folder(tmp_path: Path) -> None:
     mixed = depth_of(CONFIG, folder, exit=["fixed:2", None, "step-norm:0.1"], loops=5)
     assert mixed.rules == (exits.Fixed(2), None, exits.StepNorm(0.1)) and mixed.loops == (5, 5, 5)
     assert depth_of(CONFIG, None, seed=3).seed == 3
+
+
+def test_depth_of_an_export(tmp_path: Path) -> None:
+    """An export of the bundled model runs at the fixed depth that its calibration has certified; `auto` takes its rules along."""
+    folder = export(find("bundled"), tmp_path / "export")
+    config = model_config(folder)
+    rule = exits.parse(json.loads((folder / "calibration.json").read_text())["report"]["fixed"]["rule"])
+    assert isinstance(rule, exits.Fixed)
+    assert depth_of(config, folder).loops == (rule.k,) * config.n_groups and rule.k != config.mean_loops
+    assert all(isinstance(r, exits.Acceleration) for r in depth_of(config, folder, exit="auto").rules)
 
 
 def test_calibration_of_other_weights(tmp_path: Path) -> None:
