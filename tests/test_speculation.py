@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from models import LAYOUTS, loud, small_model
 from twoscale import UserError, exits
 from twoscale.engine.adaptive import Chooser, Estimates, estimates_of, tokens_per_cycle
 from twoscale.engine.cache import bytes_per_token
+from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.library import c_library
 from twoscale.engine.request import Request, SamplingParams, loop_params
-from twoscale.engine.scheduler import Scheduler
+from twoscale.engine.scheduler import Scheduler, run_until_done
 from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront, parse_speculation
 from twoscale.engine.speculator import look_up
 from twoscale.exits import StepView
@@ -180,6 +182,31 @@ def test_golden(folder: str, loops: int, speculate: str) -> None:
     want = expected["greedy_zero_state_8" if folder == "huginn-tiny" else "greedy"][0].tolist()
     gen = twoscale.generate(model, [want[:12]], len(want) - 12, loops=loops, speculate=speculate)
     assert gen.tokens[0] == want[12:] and gen.speculation.calls > 0
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *ONE_GROUP])
+def test_drafts_in_one_call(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that the kernel drafts are those of passes of one row, and so is what is counted of them."""
+    model, real, drafted = model_of(layout, 1), Engine.draft, list[list[int]]()
+
+    def draft(engine: Engine, *arguments: Any) -> list[int] | None:
+        tokens = real(engine, *arguments)
+        drafted.append(tokens or [])
+        return tokens
+
+    for sampling in (SamplingParams(0.0, max_new_tokens=20), SamplingParams(0.9, top_k=7, top_p=0.9, max_new_tokens=20, seed=3)):
+        results, counters = [], []
+        for method in (draft, lambda *_: None):
+            monkeypatch.setattr(Engine, "draft", method)
+            request = Request(
+                [1, 5, 2], dataclasses.replace(sampling, stop_token_ids=frozenset({4})), loop_params(model, loops=6), speculate=Draft(5)
+            )
+            scheduler = Scheduler(model, isolate_errors=False)
+            run_until_done(scheduler, [request])
+            results.append((request.tokens, request.speculation_stats, request.request_group.virtual_time))
+            counters.append((scheduler.counters.stage_passes, scheduler.counters.rows, scheduler.engine.loop_steps))
+        assert results[0] == results[1] and counters[0] == counters[1]
+    assert any(drafted) == (model.config.noise == "start" and model.config.n_groups > 0)
 
 
 def test_lookup() -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from twoscale.engine.cache import Cache
 from twoscale.engine.kernels import InferenceCopy, KernelName, TorchKernels, optimize_for_inference
+from twoscale.engine.kernels.base import Interrupt
+from twoscale.engine.kernels.native_draft import DraftSampling
 from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows
 from twoscale.model import LoopedGPT, StateNoise
@@ -56,10 +58,11 @@ class Engine:
         """Index of the first layer of each stage; one more entry at the end, the number of layers."""
         for layers, _ in self.config.stages:
             self.first_layers.append(self.first_layers[-1] + len(layers))
-        self._embedding = self.kernels.embedding(self.model)
+        self.embedding = self.kernels.embedding(self.model)
         self.stage_kernels = [
             self.kernels.stage_kernels(stage, first) for stage, first in zip(self.stages, self.first_layers, strict=False)
         ]
+        self._drafts = self.kernels.drafts(self)
         self.source_model = model
         """The model that the engine was made from; `model` is its inference copy."""
 
@@ -74,18 +77,26 @@ class Engine:
 
     def embed(self, rows: Rows) -> Tensor:
         """Token and position embeddings of the rows, (N, C)."""
-        return self._embedding(rows)
+        return self.embedding(rows)
 
     def rope(self, rows: Rows) -> Rope | None:
         """Rotary angles at the rows' positions; None if the model has none."""
         if rows.rope is None:
-            c = self.config
-            if c.positions != "rotary" or c.block_size * c.head_dim > MAX_TABLE_SIZE:
-                rows.rope = (self.model.rope(rows.positions),)
-            else:
-                cos, sin = _rope_table(c.block_size, c.head_dim, c.rope_base, self.device)
-                rows.rope = ((rows.gather(cos), rows.gather(sin)),)
+            table = self.rope_table()
+            rows.rope = (self.model.rope(rows.positions) if table is None else (rows.gather(table[0]), rows.gather(table[1])),)
         return rows.rope[0]
+
+    def rope_table(self) -> Rope | None:
+        """Rotary angles of all positions; None if the model has none, or if they are too many for a table."""
+        c = self.config
+        if c.positions != "rotary" or c.block_size * c.head_dim > MAX_TABLE_SIZE:
+            return None
+        return _rope_table(c.block_size, c.head_dim, c.rope_base, self.device)
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether start states and rotary angles of all positions are in tables."""
+        return self.config.block_size * self.config.n_embd <= MAX_TABLE_SIZE
 
     def run_plain_stage(self, stage: int, x: Tensor, rows: Rows) -> Tensor:
         """The layers of a plain (not looped) stage on rows (N, C)."""
@@ -111,11 +122,22 @@ class Engine:
         c = self.config
         if c.start != "noise" or c.block_size * c.n_embd > MAX_TABLE_SIZE:
             return start_state(c, group, e, rows.positions, self.noise(seed))
+        return rows.gather(self.start_table(group, seed))
+
+    def start_table(self, group: int, seed: int) -> Tensor:
+        """Start states of all positions (T, C), for start="noise"."""
         tables = _start_tables(self.source_model, seed, self._like)
         if group not in tables:
-            all_positions = torch.arange(c.block_size, device=e.device)
-            tables[group] = self.noise(seed)(group, all_positions, c.n_embd).to(self._like)
-        return rows.gather(tables[group])
+            all_positions = torch.arange(self.config.block_size, device=self.device)
+            tables[group] = self.noise(seed)(group, all_positions, self.config.n_embd).to(self._like)
+        return tables[group]
+
+    def draft(self, cache: Cache, token: int, sampling: DraftSampling, interrupt: Interrupt) -> list[int] | None:
+        """Tokens after `token`, one after the other, in one call of a kernel; None if the kernels cannot: see `NativeDrafts.draft`."""
+        tokens = None if self._drafts is None else self._drafts.draft(cache, token, sampling, interrupt)
+        for group, steps in enumerate(cache.loop_params.loops):
+            self.loop_steps[group] += steps * len(tokens or ())
+        return tokens
 
     @torch.inference_mode()
     def run(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from twoscale.engine.kernels.library import Library, c_library, empty_floats, pointer, threads_to_use
-from twoscale.engine.request import SamplingKey
+from twoscale.engine.kernels.native_draft import DraftSampling
+from twoscale.engine.request import SamplingKey, SamplingParams
 
 _MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
 _ROUNDING = 1e-6  # relative tolerance of top_p, for the rounding of fp32 weights
@@ -42,17 +43,36 @@ def _sample_native(library: Library, logits: Tensor, keys: Sequence[SamplingKey]
     """One call of sample.c for all rows."""
     n, V = logits.shape
     logits, params = logits.to(torch.float32).contiguous(), [key.sampling for key in keys]
-    # A temperature below 1e-30 has no fp32 inverse; it gives the most likely token anyway.
-    temperature = (ctypes.c_float * n)(*[max(p.temperature, 1e-30) if p.temperature else 0.0 for p in params])
+    temperature = (ctypes.c_float * n)(*[_temperature(p) for p in params])
     top_k = (ctypes.c_int32 * n)(*[min(p.top_k or 0, V) for p in params])
-    top_p = (ctypes.c_double * n)(*[1.0 if p.top_p is None else p.top_p for p in params])
-    u = (ctypes.c_double * n)(*[key.uniform if key.sampling.temperature else 0.5 for key in keys])
+    top_p = (ctypes.c_double * n)(*[_top_p(p) for p in params])
+    u = (ctypes.c_double * n)(*[_uniform(key) for key in keys])
     tokens, finite = (ctypes.c_int64 * n)(), (ctypes.c_int32 * n)()
     threads = min(n, threads_to_use())
     size = threads * (3 * V + 2 * -(-V // 64) + 16)
     scratch = empty_floats(size)
     library.sample(threads, n, V, pointer(logits, n * V), temperature, top_k, top_p, u, pointer(scratch, size), tokens, finite)
     return Sampled(tokens[:], [bool(f) for f in finite])
+
+
+def _temperature(params: SamplingParams) -> float:
+    """As sample.c takes it. A temperature below 1e-30 has no fp32 inverse; it gives the most likely token anyway."""
+    return max(params.temperature, 1e-30) if params.temperature else 0.0
+
+
+def _top_p(params: SamplingParams) -> float:
+    return 1.0 if params.top_p is None else params.top_p
+
+
+def _uniform(key: SamplingKey) -> float:
+    return key.uniform if key.sampling.temperature else 0.5
+
+
+def draft_sampling(keys: Sequence[SamplingKey], V: int) -> DraftSampling:
+    """The sampling of successive tokens of one request, for `Engine.draft`."""
+    params = keys[0].sampling
+    uniform = [_uniform(key) for key in keys]
+    return DraftSampling(_temperature(params), min(params.top_k or 0, V), _top_p(params), uniform, sorted(params.stop_token_ids))
 
 
 def _sample_torch(logits: Tensor, keys: Sequence[SamplingKey]) -> Sampled:

@@ -195,6 +195,8 @@ class Scheduler:
             if request.in_prefill and prompt_tokens_left <= 0:
                 continue  # in a later batch
             speculator = None if request.in_prefill else self._speculators.get(request)
+            if speculator is not None and alone:
+                self._draft(speculator)
             cache, new = (request.cache, request.next_tokens(self.prefill_chunk)) if speculator is None else speculator.next_pass(alone)
             prompt_tokens_left -= len(new) if request.in_prefill else 0
             assert cache is not None
@@ -203,6 +205,14 @@ class Scheduler:
         if entries:
             with torch.inference_mode():
                 batch.enter(entries)
+
+    def _draft(self, speculator: Speculator) -> None:
+        """Make the drafts of a request that is alone, in one call of a kernel if there is one."""
+        started = time.perf_counter()
+        passes = speculator.draft(self._new_arrivals)
+        self.counters.engine_seconds += time.perf_counter() - started
+        self.counters.stage_passes += passes
+        self.counters.rows += passes
 
     @torch.inference_mode()
     def _advance(self, batch: Batch, until_virtual_time: float) -> list[Chunk]:

@@ -16,7 +16,9 @@ from dataclasses import replace
 from twoscale.engine.adaptive import Chooser, estimates_of, guess_kind
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
+from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.request import LoopParams, Request, SamplingKey
+from twoscale.engine.sample import draft_sampling
 from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
 from twoscale.engine.wavefront import Wave
 
@@ -111,6 +113,30 @@ class Speculator:
         if self._chooser is None:
             self._chooser = Chooser(self.request, self.engine.config, estimates_of(self.engine.source_model, self.request))
         return self._chooser.choose(max_guesses, self._look_up)
+
+    def draft(self, interrupt: Interrupt) -> int:
+        """Make the drafts of the next cycle in one call of a kernel, if it drafts and no other request is running; returns the number of
+        stage passes. `interrupt` ends them early. Where the kernels cannot, the drafts are passes of their own: see `next_pass`."""
+        request, started, calls = self.request, time.perf_counter(), self.request.speculation_stats.calls
+        if self._drafts_left is None:
+            self._begin_cycle(alone=True)
+        cache, method = self._draft_cache, self.method
+        if not self._drafts_left or cache is None or self.guesses or not isinstance(method, Draft):
+            return 0
+        keys = [request.sampling_key(i) for i in range(self._drafts_left)]
+        tokens = self.engine.draft(cache, request.tokens[-1], draft_sampling(keys, self.engine.config.vocab_size), interrupt)
+        if not tokens:
+            return 0
+        seconds, self._started = (time.perf_counter() - started) / len(tokens), None
+        loops = cache.loop_params.loops
+        for token in tokens:
+            if self._chooser is not None:
+                self._chooser.estimates.time_pass(seconds, 1, method.steps)
+            self.add_draft(token, [[steps] for steps in loops])
+        self._drafts_left = 0
+        layers = [len(layers) * (1 if group is None else loops[group]) for layers, group in self.engine.config.stages]
+        request.request_group.virtual_time += sum(layers) * len(tokens)
+        return request.speculation_stats.calls - calls
 
     def is_draft(self, cache: Cache) -> bool:
         """Whether a pass with this cache was a draft."""

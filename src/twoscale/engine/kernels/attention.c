@@ -19,108 +19,160 @@ static inline __attribute__((always_inline)) void dots(int n, int D, const float
     for (int k = 0; k < n; k++) score[k] = D % 8 ? sums[k] + scale * dot_tail(D, query, keys + k * D) : sums[k];
 }
 
-/* score[p] becomes e^(score[p] - max); returns 1 / their sum, by which the caller multiplies. */
-static float softmax(int end, float *score) {
-    float top = -INFINITY;
-    v8 tops = splat(top), sum = splat(0);
+/* Scores of one query against keys (end, D). */
+static void dots_of_keys(int D, int end, const float *query, const float *keys, float scale, float *score) {
     int p = 0;
-    for (; p + 8 <= end; p += 8) { v8 s = load(score + p); tops = blend(s > tops, s, tops); } /* a NaN is left out, as below */
-    for (int j = 0; j < 8; j++) top = tops[j] > top ? tops[j] : top;
-    for (; p < end; p++) top = score[p] > top ? score[p] : top;
-    for (p = 0; p + 8 <= end; p += 8) { v8 e = vexp(load(score + p) - splat(top)); store(score + p, e); sum += e; }
+    for (; p + 4 <= end; p += 4) dots(4, D, query, keys + (long)p * D, scale, score + p);
+    for (; p < end; p++) dots(1, D, query, keys + (long)p * D, scale, score + p);
+}
+
+/* score[p] becomes e^(score[p] - max); returns 1 / their sum, by which the caller multiplies. There is room for whole vectors of scores. */
+static float softmax(int end, float *score) {
+    int whole = end - end % 8;
+    const v8i lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    v8 tops = splat(-INFINITY), sum = splat(0);
+    for (int p = 0; p < whole; p += 8) tops = max8(load(score + p), tops); /* a NaN is left out */
+    if (whole < end) tops = max8(blend(lanes < end - whole, load(score + whole), splat(-INFINITY)), tops);
+    float top = horizontal_max(tops);
+    for (int p = 0; p < whole; p += 8) { v8 e = vexp(load(score + p) - splat(top)); store(score + p, e); sum += e; }
     float mass = horizontal_sum(sum);
-    for (; p < end; p++) { score[p] = vexp(splat(score[p] - top))[0]; mass += score[p]; }
+    if (whole < end) store(score + whole, vexp(load(score + whole) - splat(top)));
+    for (int p = whole; p < end; p++) mass += score[p];
     return 1.0f / mass;
 }
 
-/* y = normalizer * (y + sum over p in first .. end - 1 of score[p] values[p]). */
-static void weighted_sum(int D, int first, int end, const float *score, const float *values, float normalizer, float *y) {
+/* `weighted_sum` for the channels from i on. */
+static void weighted_tail(int D, int i, int end, const float *score, const float *values, float normalizer, float *y) {
+    for (; i < D; i++) {
+        float acc = 0;
+        for (int p = 0; p < end; p++) acc += score[p] * values[(long)p * D + i];
+        y[i] = acc * normalizer;
+    }
+}
+
+/* y = normalizer * (sum over p in 0 .. end - 1 of score[p] values[p]). */
+static void weighted_sum(int D, int end, const float *score, const float *values, float normalizer, float *y) {
     int i = 0, p;
     for (; i + 64 <= D; i += 64) {
         v8 acc[8];
-        for (int j = 0; j < 8; j++) acc[j] = load(y + i + 8 * j);
-        for (p = first; p < end; p++) {
+        for (int j = 0; j < 8; j++) acc[j] = splat(0);
+        for (p = 0; p < end; p++) {
             const float *value = values + (long)p * D + i;
             v8 weight = splat(score[p]);
             for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(value + 8 * j), acc[j]);
         }
         for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
-    for (; i + 32 <= D; i += 32) { /* the same order as in attend_two, to the bit */
+    for (; i + 32 <= D; i += 32) { /* the same order as in attend_several, to the bit */
         v8 acc[4];
-        for (int j = 0; j < 4; j++) acc[j] = load(y + i + 8 * j);
-        for (p = first; p < end; p++)
+        for (int j = 0; j < 4; j++) acc[j] = splat(0);
+        for (p = 0; p < end; p++)
             for (int j = 0; j < 4; j++) acc[j] = fma8(splat(score[p]), load(values + (long)p * D + i + 8 * j), acc[j]);
         for (int j = 0; j < 4; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
-    for (; i < D; i++) {
-        float acc = y[i];
-        for (p = first; p < end; p++) acc += score[p] * values[(long)p * D + i];
-        y[i] = acc * normalizer;
-    }
+    weighted_tail(D, i, end, score, values, normalizer, y);
 }
 
 /* One query against keys and values (end, D). */
 static void attend_one(int D, int end, const float *query, const float *keys, const float *values, float *score, float *y) {
-    float scale = 1.0f / sqrtf((float)D);
-    int p = 0;
-    for (; p + 4 <= end; p += 4) dots(4, D, query, keys + (long)p * D, scale, score + p);
-    for (; p < end; p++) dots(1, D, query, keys + (long)p * D, scale, score + p);
+    dots_of_keys(D, end, query, keys, 1.0f / sqrtf((float)D), score);
     float normalizer = softmax(end, score);
-    memset(y, 0, D * sizeof(float));
-    weighted_sum(D, 0, end, score, values, normalizer, y);
+    weighted_sum(D, end, score, values, normalizer, y);
 }
 
-/* Two queries of one sequence, the second at a later position (first_end <= end). Every key and value is loaded once for both, and every
- * sum has the same order as in attend_one. */
-static void attend_two(int D, int first_end, int end, const float *a, const float *b, const float *keys, const float *values,
-                       float *score_a, float *score_b, float *y_a, float *y_b) {
-    float scale = 1.0f / sqrtf((float)D);
-    int p = 0, i = 0;
-    for (; p + 4 <= end; p += 4) {
-        const float *key = keys + (long)p * D;
-        v8 acc[2][4];
-        for (int k = 0; k < 4; k++) acc[0][k] = acc[1][k] = splat(0);
-        for (i = 0; i + 8 <= D; i += 8) {
-            v8 q = load(a + i), r = load(b + i);
-            for (int k = 0; k < 4; k++) {
-                v8 x = load(key + k * D + i);
-                acc[0][k] = fma8(q, x, acc[0][k]), acc[1][k] = fma8(r, x, acc[1][k]);
+/* Keys (n, D), n <= 8, transposed for `scores_of_keys`: t[i] holds channel i of eight keys, zeros where there are fewer. */
+static void transpose_keys(int n, int D, const float *keys, v8 *t) {
+    int i = 0;
+#ifdef __AVX__
+    for (; i + 8 <= D; i += 8) {
+        __m256 r[8], s[8];
+        for (int k = 0; k < 8; k++) r[k] = k < n ? _mm256_loadu_ps(keys + (long)k * D + i) : _mm256_setzero_ps();
+        for (int k = 0; k < 8; k += 2) s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]), s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
+        for (int k = 0; k < 8; k += 4)
+            for (int j = 0; j < 2; j++) {
+                r[k + 2 * j] = _mm256_shuffle_ps(s[k + j], s[k + 2 + j], 0x44);
+                r[k + 2 * j + 1] = _mm256_shuffle_ps(s[k + j], s[k + 2 + j], 0xee);
             }
+        for (int k = 0; k < 4; k++) {
+            t[i + k] = (v8)_mm256_permute2f128_ps(r[k], r[k + 4], 0x20);
+            t[i + k + 4] = (v8)_mm256_permute2f128_ps(r[k], r[k + 4], 0x31);
         }
-        horizontal_sums(acc[0], scale, score_a + p);
-        horizontal_sums(acc[1], scale, score_b + p);
-        if (D % 8)
-            for (int k = 0; k < 4; k++)
-                score_a[p + k] += scale * dot_tail(D, a, key + k * D), score_b[p + k] += scale * dot_tail(D, b, key + k * D);
     }
-    for (; p < end; p++) {
-        dots(1, D, a, keys + (long)p * D, scale, score_a + p);
-        dots(1, D, b, keys + (long)p * D, scale, score_b + p);
-    }
-    float normalizer_a = softmax(first_end, score_a), normalizer_b = softmax(end, score_b);
-    for (i = 0; i + 32 <= D; i += 32) {
-        v8 acc[2][4];
-        for (int j = 0; j < 4; j++) acc[0][j] = acc[1][j] = splat(0);
-        for (p = 0; p < first_end; p++) {
-            const float *value = values + (long)p * D + i;
-            v8 w = splat(score_a[p]), v = splat(score_b[p]);
-            for (int j = 0; j < 4; j++) {
-                v8 x = load(value + 8 * j);
-                acc[0][j] = fma8(w, x, acc[0][j]), acc[1][j] = fma8(v, x, acc[1][j]);
-            }
-        }
-        for (; p < end; p++)
-            for (int j = 0; j < 4; j++) acc[1][j] = fma8(splat(score_b[p]), load(values + (long)p * D + i + 8 * j), acc[1][j]);
-        for (int j = 0; j < 4; j++) store(y_a + i + 8 * j, acc[0][j] * splat(normalizer_a)), store(y_b + i + 8 * j, acc[1][j] * splat(normalizer_b));
-    }
+#endif
     for (; i < D; i++) {
-        float s = 0, t = 0;
-        for (p = 0; p < end; p++) {
-            if (p < first_end) s += score_a[p] * values[(long)p * D + i];
-            t += score_b[p] * values[(long)p * D + i];
+        float channel[8] = {0};
+        for (int k = 0; k < n; k++) channel[k] = keys[(long)k * D + i];
+        t[i] = load(channel);
+    }
+}
+
+/* Scores of T queries at distances of q_row against eight keys, which are transposed. The sums have the order of `dots`: acc[j] is what
+ * that has in element j, for each of the keys. */
+INLINE void scores_of_keys(const int T, int D, const float *q, long q_row, const v8 *keys, float scale, float *score, long stride) {
+    v8 acc[2][8];
+    for (int t = 0; t < T; t++)
+        for (int j = 0; j < 8; j++) acc[t][j] = splat(0);
+    int i = 0;
+    for (; i + 8 <= D; i += 8)
+        for (int j = 0; j < 8; j++) {
+            v8 key = keys[i + j];
+            KEEP_IN_REGISTER(key);
+            for (int t = 0; t < T; t++) acc[t][j] = fma8(splat(q[t * q_row + i + j]), key, acc[t][j]);
         }
-        y_a[i] = s * normalizer_a, y_b[i] = t * normalizer_b;
+    for (int t = 0; t < T; t++) {
+        v8 *a = acc[t], tail = splat(0), sums = (((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + (a[6] + a[7]))) * splat(scale);
+        for (int j = i; j < D; j++) tail += splat(q[t * q_row + j]) * keys[j];
+        store(score + t * stride, D % 8 ? sums + splat(scale) * tail : sums);
+    }
+}
+
+/* 16 channels of T queries: y[t] = normalizer[t] * (sum over p in 0 .. end[t] - 1 of score[t][p] values[p]), end ascending. */
+INLINE void weighted_sums(const int T, int D, const int *end, const float *score, long stride, const float *values, const float *normalizer, float *y, long y_row) {
+    v8 acc[4][2];
+    int p = 0;
+    for (int t = 0; t < T; t++) acc[t][0] = acc[t][1] = splat(0);
+    for (; p < end[0]; p++) {
+        v8 low = load(values + (long)p * D), high = load(values + (long)p * D + 8);
+        KEEP_IN_REGISTER(low);
+        KEEP_IN_REGISTER(high);
+        for (int t = 0; t < T; t++) {
+            v8 weight = splat(score[t * stride + p]);
+            acc[t][0] = fma8(weight, low, acc[t][0]), acc[t][1] = fma8(weight, high, acc[t][1]);
+        }
+    }
+    for (int t = 0; t < T; t++) {
+        for (int i = p; i < end[t]; i++)
+            for (int j = 0; j < 2; j++) acc[t][j] = fma8(splat(score[t * stride + i]), load(values + (long)i * D + 8 * j), acc[t][j]);
+        for (int j = 0; j < 2; j++) store(y + t * y_row + 8 * j, acc[t][j] * splat(normalizer[t]));
+    }
+}
+
+/* Several queries of one sequence at ascending positions: query t, at a distance of q_row from the one before, attends to the first end[t]
+ * keys and values. Those are loaded once for all of them, and every sum has the same order as in attend_one. score is (n, stride); stride is at
+ * least the largest end, rounded up to a multiple of 8. */
+#define ATTEND_ROWS 8
+static void attend_several(int n, int D, const int *end, const float *q, long q_row, const float *keys, const float *values, float *score, long stride,
+                           float *y, long y_row) {
+    float scale = 1.0f / sqrtf((float)D), normalizer[ATTEND_ROWS];
+    v8 transposed[D];
+    for (int t = 0; n < 4 && t < n; t++) dots_of_keys(D, end[t], q + t * q_row, keys, scale, score + t * stride); /* too few for a transposition */
+    for (int p = 0; n >= 4 && p < end[n - 1]; p += 8) {
+        transpose_keys(end[n - 1] - p < 8 ? end[n - 1] - p : 8, D, keys + (long)p * D, transposed);
+        int t = 0;
+        for (; t + 2 <= n; t += 2) scores_of_keys(2, D, q + t * q_row, q_row, transposed, scale, score + t * stride + p, stride);
+        if (t < n) scores_of_keys(1, D, q + t * q_row, q_row, transposed, scale, score + t * stride + p, stride);
+    }
+    for (int t = 0; t < n; t++) normalizer[t] = softmax(end[t], score + t * stride);
+    for (int t = 0, rows; t < n; t += rows) {
+        rows = n - t < 4 ? n - t : 4;
+        for (int i = 0; i < D - D % 32; i += 16) {
+#define WEIGHTED_SUMS(T) weighted_sums(T, D, end + t, score + t * stride, stride, values + i, normalizer + t, y + t * y_row + i, y_row)
+            if (rows == 4) WEIGHTED_SUMS(4);
+            else if (rows == 3) WEIGHTED_SUMS(3);
+            else if (rows == 2) WEIGHTED_SUMS(2);
+            else WEIGHTED_SUMS(1);
+        }
+        for (int r = t; r < t + rows; r++) weighted_tail(D, D - D % 32, end[r], score + r * stride, values, normalizer[r], y + r * y_row);
     }
 }
 
@@ -138,43 +190,55 @@ typedef struct {
     const float *q, *k, *v;
     long q_row, k_row, v_row, longest;
     const KVView *view;
-    float *scores; /* 2 * threads * longest floats */
+    float *scores; /* ATTEND_ROWS * threads * score_stride(longest) floats */
     float *out;
 } Attention;
 
-/* Rows t and t + 1 for one head: in one pass over the keys if they belong to one sequence, else one by one. */
-static void attend_pair(const Attention *a, int t, int h, float *score) {
+/* Floats from the scores of one row to those of the next: room for whole vectors. */
+static inline long score_stride(long longest) { return (longest + 7) & ~7L; }
+
+/* Rows t .. last - 1 for one head, at most ATTEND_ROWS: those of one sequence in one pass over its keys. */
+static void attend_rows(const Attention *a, int t, int last, int h, float *score) {
     const KVView *view = a->view;
-    int H = a->H, D = a->D;
-    for (int end = t + 2 < a->n ? t + 2 : a->n; t < end; t++) {
-        long p = view->part[t], head = (long)(h / (H / a->J)) * view->capacity[p] * D, position = view->position[t];
+    int H = a->H, D = a->D, end[ATTEND_ROWS];
+    for (int n; t < last; t += n) {
+        long p = view->part[t], head = (long)(h / (H / a->J)) * view->capacity[p] * D;
         const float *query = a->q + t * a->q_row + (long)h * D, *keys = view->keys[p] + head, *values = view->values[p] + head;
         float *y = a->out + ((long)t * H + h) * D;
-        if (t % 2 == 0 && t + 1 < a->n && view->part[t + 1] == p && view->position[t + 1] > position) {
-            attend_two(D, (int)position + 1, (int)view->position[t + 1] + 1, query, query + a->q_row, keys, values, score, score + a->longest, y,
-                       y + (long)H * D);
-            return;
-        }
-        attend_one(D, (int)position + 1, query, keys, values, score, y);
+        for (n = 0; t + n < last && view->part[t + n] == p && (!n || view->position[t + n] + 1 > end[n - 1]); n++) end[n] = (int)view->position[t + n] + 1;
+        if (n == 1) attend_one(D, end[0], query, keys, values, score, y);
+        else attend_several(n, D, end, query, a->q_row, keys, values, score, score_stride(a->longest), y, (long)H * D);
     }
 }
+
+/* Row t writes its keys and values of heads first .. last - 1 to the cache. */
+static void write_keys_and_values(const Attention *a, int t, int first, int last) {
+    long part = a->view->part[t], size = a->D * sizeof(float);
+    for (int j = first; j < last; j++) {
+        long offset = (j * a->view->capacity[part] + a->view->position[t]) * a->D;
+        memcpy(a->view->keys[part] + offset, a->k + t * a->k_row + (long)j * a->D, size);
+        memcpy(a->view->values[part] + offset, a->v + t * a->v_row + (long)j * a->D, size);
+    }
+}
+
+/* The memory for the scores of one thread. */
+static inline float *scores_of_thread(const Attention *a, const Thread *self) { return a->scores + ATTEND_ROWS * self->index * score_stride(a->longest); }
 
 /* Two phases: all rows write their keys and values, then each row attends to its sequence up to its own position. Returns 0
  * in a helper thread that came too late, as finish_phase does. */
 static int attention(Thread *self, const Attention *a) {
     Phase phase = begin_phase(self, a->n, items_per_claim(self, a->n));
     while (claim(self, &phase))
-        for (int t = phase.first; t < phase.last; t++)
-            for (int j = 0; j < a->J; j++) {
-                long part = a->view->part[t], offset = (j * a->view->capacity[part] + a->view->position[t]) * a->D;
-                memcpy(a->view->keys[part] + offset, a->k + t * a->k_row + (long)j * a->D, a->D * sizeof(float));
-                memcpy(a->view->values[part] + offset, a->v + t * a->v_row + (long)j * a->D, a->D * sizeof(float));
-            }
+        for (int t = phase.first; t < phase.last; t++) write_keys_and_values(a, t, 0, a->J);
     if (!finish_phase(self, &phase)) return 0;
-    float *score = a->scores + 2 * self->index * a->longest;
-    phase = begin_phase(self, (a->n + 1) / 2 * a->H, items_per_claim(self, (a->n + 1) / 2 * a->H));
+    int rows = ATTEND_ROWS, tiles; /* an item is a head of `rows` rows: fewer where some threads would have none */
+    while (tiles = (a->n + rows - 1) / rows, rows > 1 && tiles * a->H < 2 * self->n_threads) rows /= 2;
+    phase = begin_phase(self, tiles * a->H, items_per_claim(self, tiles * a->H));
     while (claim(self, &phase))
-        for (int u = phase.first; u < phase.last; u++) attend_pair(a, u / a->H * 2, u % a->H, score);
+        for (int u = phase.first; u < phase.last; u++) {
+            int t = u / a->H * rows;
+            attend_rows(a, t, t + rows < a->n ? t + rows : a->n, u % a->H, scores_of_thread(a, self));
+        }
     return finish_phase(self, &phase);
 }
 

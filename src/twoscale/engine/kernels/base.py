@@ -18,6 +18,8 @@ from twoscale.model.layers import MLP, Attend, Block, RMSNorm, Rope
 
 if TYPE_CHECKING:
     from twoscale.engine.cache import LayerCache, Positions
+    from twoscale.engine.engine import Engine
+    from twoscale.engine.kernels.native_draft import NativeDrafts
     from twoscale.engine.loop import Loop
     from twoscale.engine.rows import Rows
 
@@ -135,6 +137,10 @@ class Kernels(ABC):
     def stage_kernels(self, module: nn.Module, first_layer: int) -> StageKernels:
         """The kernels of a stage of the inference copy; `first_layer` is the index of its first layer in the network."""
         return StageKernels(module, first_layer)
+
+    def drafts(self, engine: "Engine") -> "NativeDrafts | None":
+        """A kernel for the drafts of speculation; None: they are passes like others."""
+        return None
 
     @abstractmethod
     def bind(self, rows: "Rows") -> RowKernels:

@@ -10,25 +10,27 @@ typedef struct {
     Matrix qkv, out, up, down;
 } Block;
 
-/* Adds the bias of queries and keys and applies the rotary embedding to one row of heads (H + J, D); each is optional. `sin` is signed: its
- * first half holds -sin, its second half sin. */
-static void add_bias_and_rope(const Block *b, const float *cos, const float *sin, float *heads) {
+/* Adds the bias of queries and keys and applies the rotary embedding to heads first .. last - 1 of one row of heads (H + J, D); each is optional.
+ * `sin` is signed: its first half holds -sin, its second half sin. */
+static void add_bias_and_rope(const Block *b, int first, int last, const float *cos, const float *sin, float *row) {
     int D = b->D, half = D / 2;
-    for (int h = 0; h < b->H + b->J; h++, heads += D) {
+    for (int h = first; h < last; h++) {
+        float *head = row + (long)h * D;
         if (b->qk_bias)
-            for (int i = 0; i < D; i++) heads[i] += b->qk_bias[h * D + i];
+            for (int i = 0; i < D; i++) head[i] += b->qk_bias[h * D + i];
         if (cos)
             for (int i = 0; i < half; i++) {
-                float p = heads[i], q = heads[i + half];
-                heads[i] = p * cos[i] + q * sin[i];
-                heads[i + half] = q * cos[i + half] + p * sin[i + half];
+                float p = head[i], q = head[i + half];
+                head[i] = p * cos[i] + q * sin[i];
+                head[i + half] = q * cos[i + half] + p * sin[i + half];
             }
     }
 }
 
 /* Arguments of a fused block on n rows. Sizes are copied from the weights, because a task reads no other memory before its first claim. */
 typedef struct {
-    int n, C, M;
+    int n, C, M, gated;
+    int by_head; /* qkv and attention in one phase of key/value heads */
     int qkv_width, attn_width, up_width; /* (H + 2 J) D, H D, and M or 2 M if gated */
     int has_bias_or_rope;
     const Block *b;
@@ -38,6 +40,67 @@ typedef struct {
     Attention attention;
 } BlockRows;
 
+/* With at most FEW_ROWS rows, attention and the MLP's first half take one phase each, in which a thread uses what it has computed itself:
+ * less is moved between the caches of the cores. */
+#define FEW_ROWS 64
+
+/* Queries, keys and values of the normed rows, and attention, in one phase of key/value heads. */
+static int qkv_and_attention_by_head(Thread *self, const BlockRows *a) {
+    const Attention *at = &a->attention;
+    int J = at->J, group = at->H / J, panels = at->D / PANEL, quantized_from = -1, share = J / self->n_threads;
+    Phase phase = begin_phase(self, J, a->n <= 2 || share < 2 ? share : 1);
+    while (claim(self, &phase)) {
+        int first = phase.first, last = phase.last, starts[3] = {first * group, at->H + first, at->H + J + first}, counts[3] = {(last - first) * group, last - first, last - first};
+        for (int i = 0; i < 3; i++) /* queries, keys, values */
+            matmul_range(a->n, &a->qkv, starts[i] * panels, (starts[i] + counts[i]) * panels, a->normed, a->C, a->heads, a->qkv_width, &quantized_from);
+        for (int t = 0; t < a->n; t++) {
+            for (int i = 0; i < 2 && a->has_bias_or_rope; i++)
+                add_bias_and_rope(a->b, starts[i], starts[i] + counts[i], a->cos ? a->cos + (long)t * at->D : 0, a->sin ? a->sin + (long)t * at->D : 0,
+                                  a->heads + (long)t * a->qkv_width);
+            write_keys_and_values(at, t, first, last);
+        }
+        for (int h = first * group; h < last * group; h++)
+            for (int t = 0; t < a->n; t += ATTEND_ROWS) attend_rows(at, t, t + ATTEND_ROWS < a->n ? t + ATTEND_ROWS : a->n, h, scores_of_thread(at, self));
+    }
+    return finish_phase(self, &phase);
+}
+
+/* The same in four phases, for any shape. */
+static int qkv_and_attention(Thread *self, const BlockRows *a) {
+    const Block *b = a->b;
+    if (!matmul(self, a->n, &a->qkv, a->normed, a->C, a->heads, a->qkv_width)) return 0;
+    Phase phase = begin_phase(self, a->has_bias_or_rope ? a->n : 0, items_per_claim(self, a->n));
+    while (claim(self, &phase))
+        for (int t = phase.first; t < phase.last; t++)
+            add_bias_and_rope(b, 0, b->H + b->J, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->qkv_width);
+    return finish_phase(self, &phase) && attention(self, &a->attention);
+}
+
+/* Channels from .. to - 1 of the activation, for all rows. */
+static void silu_rows(const BlockRows *a, int from, int to) {
+    for (int t = 0; t < a->n; t++) silu_row(from, to, a->M, a->gated, a->hidden + (long)t * a->up_width, a->hidden + (long)t * a->up_width);
+}
+
+/* The first map of the MLP and the activation in one phase of panels. */
+static int up_and_silu_by_panel(Thread *self, const BlockRows *a) {
+    int n_panels = a->M / PANEL, quantized_from = -1;
+    Phase phase = begin_phase(self, n_panels, panels_per_claim(self, a->n, n_panels));
+    while (claim(self, &phase)) {
+        for (int i = 0; i <= a->gated; i++)
+            matmul_range(a->n, &a->up, i * n_panels + phase.first, i * n_panels + phase.last, a->normed, a->C, a->hidden, a->up_width, &quantized_from);
+        silu_rows(a, phase.first * PANEL, phase.last * PANEL);
+    }
+    return finish_phase(self, &phase);
+}
+
+/* The same in two phases, for any shape. */
+static int up_and_silu(Thread *self, const BlockRows *a) {
+    if (!matmul(self, a->n, &a->up, a->normed, a->C, a->hidden, a->up_width)) return 0;
+    Phase phase = begin_phase(self, (a->M + 63) / 64, items_per_claim(self, (a->M + 63) / 64)); /* 64 channels of all rows */
+    while (claim(self, &phase)) silu_rows(a, 64 * phase.first, 64 * phase.last < a->M ? 64 * phase.last : a->M);
+    return finish_phase(self, &phase);
+}
+
 static void block_task(const void *arguments, Thread *self) {
     const BlockRows *a = arguments;
     const Block *b = a->b;
@@ -46,13 +109,7 @@ static void block_task(const void *arguments, Thread *self) {
     while (claim(self, &phase))
         for (int t = phase.first; t < phase.last; t++) rms_norm_row(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
     if (!finish_phase(self, &phase)) return;
-    if (!matmul(self, n, &a->qkv, a->normed, C, a->heads, a->qkv_width)) return;
-    phase = begin_phase(self, a->has_bias_or_rope ? n : 0, rows_per_claim);
-    while (claim(self, &phase))
-        for (int t = phase.first; t < phase.last; t++)
-            add_bias_and_rope(b, a->cos ? a->cos + (long)t * b->D : 0, a->sin ? a->sin + (long)t * b->D : 0, a->heads + (long)t * a->qkv_width);
-    if (!finish_phase(self, &phase)) return;
-    if (!attention(self, &a->attention)) return;
+    if (!(a->by_head ? qkv_and_attention_by_head : qkv_and_attention)(self, a)) return;
     if (!matmul(self, n, &a->attn_out, a->attention.out, a->attn_width, a->branch, C)) return;
     phase = begin_phase(self, n, rows_per_claim);
     while (claim(self, &phase))
@@ -62,14 +119,7 @@ static void block_task(const void *arguments, Thread *self) {
             rms_norm_row(C, a->middle + offset, b->gain3, b->eps, a->normed + offset);
         }
     if (!finish_phase(self, &phase)) return;
-    if (!matmul(self, n, &a->up, a->normed, C, a->hidden, a->up_width)) return;
-    phase = begin_phase(self, (a->M + 63) / 64, items_per_claim(self, (a->M + 63) / 64)); /* 64 channels of all rows */
-    while (claim(self, &phase))
-        for (int t = 0; t < n; t++) {
-            float *h = a->hidden + (long)t * a->up_width;
-            silu_row(64 * phase.first, 64 * phase.last < a->M ? 64 * phase.last : a->M, a->M, b->gated, h, h);
-        }
-    if (!finish_phase(self, &phase)) return;
+    if (!(n <= FEW_ROWS && a->M % PANEL == 0 ? up_and_silu_by_panel : up_and_silu)(self, a)) return;
     if (!matmul(self, n, &a->down, a->hidden, a->up_width, a->branch, C)) return;
     phase = begin_phase(self, n, rows_per_claim);
     while (claim(self, &phase))
@@ -81,7 +131,7 @@ static void block_task(const void *arguments, Thread *self) {
 }
 
 /* A fused block on n rows of several sequences. cos and sin are (n, D) or null; scratch holds n * (3 C + qkv_width + attn_width + up_width)
- * + 2 threads longest floats. */
+ * + ATTEND_ROWS threads score_stride(longest) floats. */
 void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const KVView *view, float *scratch, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M;
     int qkv_width = (H + 2 * J) * D, attn_width = H * D, up_width = b->gated ? 2 * M : M;
@@ -89,7 +139,8 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
     float *attended = heads + (long)n * qkv_width, *hidden = attended + (long)n * attn_width, *scores = hidden + (long)n * up_width;
     const float *keys = heads + (long)H * D, *values = keys + (long)J * D;
     Attention attention = {n, H, J, D, heads, keys, values, qkv_width, qkv_width, qkv_width, view->longest, view, scores, attended};
-    BlockRows a = {.n = n, .C = C, .M = M, .qkv_width = qkv_width, .attn_width = attn_width, .up_width = up_width,
+    int by_head = n <= FEW_ROWS && D % PANEL == 0 && (J % threads == 0 || J >= 4 * threads);
+    BlockRows a = {.n = n, .C = C, .M = M, .gated = b->gated, .by_head = by_head, .qkv_width = qkv_width, .attn_width = attn_width, .up_width = up_width,
                    .has_bias_or_rope = b->qk_bias || cos, .b = b, .x = x, .cos = cos, .sin = sin,
                    .qkv = b->qkv, .attn_out = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
                    .heads = heads, .hidden = hidden, .out = out, .attention = attention};

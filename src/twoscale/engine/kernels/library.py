@@ -35,7 +35,11 @@ preloaded."""
 MAX_FUSED_ROWS = 512
 """Up to this many rows a block is one fused call; more rows use one call per operator, which needs less scratch memory."""
 
-SOURCES = ("team.c", "vector.c", "matmul.c", "rowwise.c", "attention.c", "block.c", "statistics.c", "loop.c", "sample.c", "fingerprint.c")
+ATTEND_ROWS = 8
+"""Rows of one sequence that attend together, as in attention.c."""
+
+_NAMES = ("team", "vector", "matmul", "rowwise", "attention", "block", "statistics", "loop", "sample", "draft", "fingerprint")
+SOURCES = tuple(f"{name}.c" for name in _NAMES)
 """One translation unit, in this order."""
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
 _SPEED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined") if SANITIZE else ("-O3", "-DNDEBUG")
@@ -58,9 +62,10 @@ _SIGNATURES = {
     "run_stage": [_INT] + [_PTR] * 8,
     "iterate": [_INT] + [_PTR] * 3 + [_INT] * 2 + [_PTR] * 2,
     "sample": [_INT] * 3 + [_PTR] * 8,
+    "draft": [_INT, _PTR, _INT] + [ctypes.c_int64] * 2 + [_PTR] * 3,
     "fingerprints": [_INT] * 2 + [_PTR] * 3,
 }
-_RETURN_INT = ("embed", "iterate")
+_RETURN_INT = ("embed", "iterate", "draft")
 
 
 class MatrixStruct(ctypes.Structure):
@@ -151,6 +156,32 @@ class LoopRows(ctypes.Structure):
     )  # fmt: skip
 
 
+class DraftStage(ctypes.Structure):
+    """The struct DraftStage of draft.c: a stage of the network for drafts."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "kv")),
+        *((name, ctypes.c_int32) for name in ("steps", "adds_input", "starts_with_input")),
+        ("norm_eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("input_weight", "start_states", "norm_gain")),
+    )
+
+
+class Drafter(ctypes.Structure):
+    """The struct Drafter of draft.c: the network, one sequence and its sampling parameters."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("C", "rope_size", "n_stages", "n_stops")),
+        *((name, ctypes.c_int64) for name in ("n_tokens", "n_positions")),
+        *((name, ctypes.c_void_p) for name in ("wte", "wpe", "cos", "sin", "stages", "lens", "stops")),
+        ("capacity", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("embedding_scale", "temperature")),
+        ("top_p", ctypes.c_double),
+        ("top_k", ctypes.c_int32),
+    )
+
+
 T = TypeVar("T")
 
 
@@ -198,6 +229,11 @@ def threads_to_use() -> int:
 def _cores() -> int:
     """Cached because every kernel call asks for it. Concurrent first calls return the same number."""
     return usable_cores()
+
+
+def score_floats(threads: int, longest: int) -> int:
+    """Scratch floats of attention: the scores of ATTEND_ROWS rows in each thread, as in attention.c."""
+    return ATTEND_ROWS * threads * (longest + 7 & ~7)
 
 
 def pointer(tensor: Tensor, size: int, dtype: torch.dtype = torch.float32) -> int:

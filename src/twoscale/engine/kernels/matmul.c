@@ -222,18 +222,30 @@ static void matmul_panels(int n, const Matrix *m, int first, int last, const flo
     }
 }
 
-/* y = x w^T in one phase. Returns 0 in a helper thread that came too late, as finish_phase does. */
-#define PANELS_PER_CLAIM 8
-static int matmul(Thread *self, int n, const Matrix *w, const float *x, long ldx, float *y, long ldy) {
-    Phase phase = begin_phase(self, (w->O + PANEL - 1) / PANEL, PANELS_PER_CLAIM);
+/* As matmul_panels, for any number of rows and any format. *quantized_from is the first of the rows that are in `quantized`, -1: none; it
+ * starts at -1 in every phase. */
+static void matmul_range(int n, const Matrix *w, int first, int last, const float *x, long ldx, float *y, long ldy, int *quantized_from) {
     long fitting = w->format == W8A8 ? MAX_QUANTIZED / padded_inputs(w) : MAX_ROWS;
-    int at_a_time = fitting < MAX_ROWS ? (int)fitting : MAX_ROWS, quantized_from = -1; /* the first of the rows in `quantized`; -1: none */
-    while (claim(self, &phase))
-        for (int t = 0; t < n; t += at_a_time) {
-            int rows = n - t < at_a_time ? n - t : at_a_time;
-            if (w->format == W8A8 && quantized_from != t) quantize_rows(rows, w, x + t * ldx, ldx), quantized_from = t;
-            matmul_panels(rows, w, phase.first, phase.last, x + t * ldx, ldx, y + t * ldy, ldy);
-        }
+    int at_a_time = fitting < MAX_ROWS ? (int)fitting : MAX_ROWS;
+    for (int t = 0; t < n; t += at_a_time) {
+        int rows = n - t < at_a_time ? n - t : at_a_time;
+        if (w->format == W8A8 && *quantized_from != t) quantize_rows(rows, w, x + t * ldx, ldx), *quantized_from = t;
+        matmul_panels(rows, w, first, last, x + t * ldx, ldx, y + t * ldy, ldy);
+    }
+}
+
+/* Panels that a thread claims at a time: as many as the micro kernels take at once, so that all threads have about the same work. */
+static inline int panels_per_claim(const Thread *self, int n, int n_panels) {
+    int most = n <= 2 ? 4 : 2, share = n_panels / self->n_threads;
+    return share < most ? share : most;
+}
+
+/* y = x w^T in one phase. Returns 0 in a helper thread that came too late, as finish_phase does. */
+static int matmul(Thread *self, int n, const Matrix *w, const float *x, long ldx, float *y, long ldy) {
+    int n_panels = (w->O + PANEL - 1) / PANEL;
+    Phase phase = begin_phase(self, n_panels, panels_per_claim(self, n, n_panels));
+    int quantized_from = -1;
+    while (claim(self, &phase)) matmul_range(n, w, phase.first, phase.last, x, ldx, y, ldy, &quantized_from);
     return finish_phase(self, &phase);
 }
 

@@ -21,8 +21,10 @@ from twoscale.engine.kernels.library import (
     Library,
     input_and_output,
     pointer,
+    score_floats,
     threads_to_use,
 )  # fmt: skip
+from twoscale.engine.kernels.native_draft import NativeDrafts
 from twoscale.engine.kernels.native_rows import (
     NORMS,
     EmbedRows,
@@ -42,6 +44,7 @@ from twoscale.model.quantized import as_matrix
 
 if TYPE_CHECKING:
     from twoscale.engine.cache import LayerCache, Positions
+    from twoscale.engine.engine import Engine
     from twoscale.engine.rows import Rows
 
 MIN_PARALLEL_SIZE = 16_384  # elements from which several threads are faster than one
@@ -146,7 +149,7 @@ class NativeBlock(nn.Module):
         n = rows.n
         x, x_ptr, out, out_ptr = input_and_output(x, n * self.width)
         cos, sin = (None, None) if rope is None else rows.angles(rope, self.head_dim)
-        work = scratch(n * self.scratch + 2 * threads * rows.longest)
+        work = scratch(n * self.scratch + score_floats(threads, rows.longest))
         self.library.block(threads, n, self.address, x_ptr, cos, sin, attend.view(), work, out_ptr)
         return out
 
@@ -216,6 +219,9 @@ class NativeKernels(TorchKernels):
 
     def stage_kernels(self, module: nn.Module, first_layer: int) -> StageKernels:
         return NativeStageKernels(module, first_layer, self.library)
+
+    def drafts(self, engine: "Engine") -> NativeDrafts | None:
+        return NativeDrafts.of(engine)
 
     def bind(self, rows: "Rows") -> RowKernels:
         return NativeRowKernels(rows, self.library)  # type: ignore[return-value]

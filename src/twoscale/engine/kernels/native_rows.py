@@ -30,6 +30,7 @@ from twoscale.engine.kernels.library import (
     input_and_output,
     pointer,
     row_pointer,
+    score_floats,
     threads_to_use,
 )  # fmt: skip
 from twoscale.exits import Rule, StepView
@@ -120,7 +121,7 @@ class NativeAttention:
         addresses = (row_pointer(heads, n, count, D) for heads, count in ((q, H), (k, J), (v, J)))
         rows.library.attend(
             threads, n, H, J, D, *addresses, q.stride(1), k.stride(1), v.stride(1),
-            self.view(), scratch(2 * threads * rows.longest), pointer(out, n * H * D),
+            self.view(), scratch(score_floats(threads, rows.longest)), pointer(out, n * H * D),
         )  # fmt: skip
         return out
 
@@ -183,7 +184,7 @@ class NativeStageKernels(StageKernels):
         x, x_ptr, out, out_ptr = input_and_output(x, n * self.width)
         cos, sin = (None, None) if rope is None else row_kernels.angles(rope, self.head_dim)
         kv = row_kernels.kv_pointers(self.first_layer, self.n_layers)
-        work = scratch(n * self.scratch_per_row + 2 * threads * row_kernels.longest)
+        work = scratch(n * self.scratch_per_row + score_floats(threads, row_kernels.longest))
         self.library.run_stage(threads, self.address, row_kernels.row_set, kv, x_ptr, cos, sin, work, out_ptr)
         return out
 
@@ -291,7 +292,7 @@ class FusedLoop:
         if x is buffer_a:  # x may be the output buffer of the previous call: write the other buffer first
             buffer_a, buffer_b = buffer_b, buffer_a
         pointers.x, pointers.buffer_a, pointers.buffer_b = pointer(x, size), pointer(buffer_a, size), pointer(buffer_b, size)
-        pointers.scratch = scratch(self.n * stage.scratch_per_row + 2 * self.threads * self.row_kernels.longest)
+        pointers.scratch = scratch(self.n * stage.scratch_per_row + score_floats(self.threads, self.row_kernels.longest))
         for i, part in enumerate(parts):
             self.loop_step[i], self.allocated[i] = part.loop_step, loop.allocated_steps[i]
         result = self._output_and_compaction_memory() if steps_after_exit and self.n > 1 and self.rows.one_row_per_part else None

@@ -89,8 +89,7 @@ static inline v8 fma8(v8 a, v8 b, v8 c) {
 
 /* e^x by 2^k e^r, |r| <= ln 2 / 2; within 2 units of the last place, NaN stays NaN. */
 static inline v8 vexp(v8 x) {
-    x = blend(x > splat(88.3f), splat(88.3f), x);
-    x = blend(x < splat(-87.3f), splat(-87.3f), x);
+    x = max8(splat(-87.3f), min8(splat(88.3f), x));
     v8 shifted = x * splat(1.44269504f) + splat(12582912.0f); /* rounds to an integer in the low bits */
     v8 k = shifted - splat(12582912.0f);
     v8 r = x - k * splat(0.693359375f);
