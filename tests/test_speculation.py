@@ -15,10 +15,12 @@ import twoscale
 from conftest import CommandLine, is_one_line
 from models import LAYOUTS, loud, small_model
 from twoscale import UserError, exits
+from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
 from twoscale.engine.adaptive import Chooser, Estimates, estimates_of, tokens_per_cycle
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.library import c_library
+from twoscale.engine.kernels.quantize import quantize
 from twoscale.engine.request import Request, SamplingParams, loop_params
 from twoscale.engine.scheduler import Scheduler, run_until_done
 from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront, parse_speculation
@@ -184,10 +186,13 @@ def test_golden(folder: str, loops: int, speculate: str) -> None:
     assert gen.tokens[0] == want[12:] and gen.speculation.calls > 0
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *ONE_GROUP])
-def test_drafts_in_one_call(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [*((layout, "fp32") for layout in (*LAYOUTS, *ONE_GROUP)), *(("default", d) for d in WEIGHT_DTYPES)]
+)
+def test_drafts_in_one_call(layout: str, dtype: WeightDtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens that the kernel drafts are those of passes of one row, and so is what is counted of them."""
     model, real, drafted = model_of(layout, 1), Engine.draft, list[list[int]]()
+    model = model if dtype == "fp32" else quantize(model, dtype)
 
     def draft(engine: Engine, *arguments: Any) -> list[int] | None:
         tokens = real(engine, *arguments)

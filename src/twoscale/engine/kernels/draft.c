@@ -17,18 +17,16 @@ typedef struct {
 
 /* The network, one sequence and its sampling parameters. */
 typedef struct {
-    int32_t C, rope_size, n_stages, n_stops;
-    int64_t n_tokens, n_positions; /* of the embeddings */
-    const float *wte, *wpe;        /* wpe may be null */
+    int32_t rope_size, n_stages, n_stops, top_k;
+    const Embedding *embedding;
     const float *cos, *sin;        /* (positions, rope_size); null: none */
     const DraftStage *stages;
     const Lens *lens;
     const int64_t *stops;          /* (n_stops,): tokens that end the text */
     int64_t capacity;              /* of the caches */
     float *scratch;                /* 4 C + O + 3 V + 2 ceil(V / 64) + 16 floats, then the scratch memory of `block` */
-    float embedding_scale, temperature;
     double top_p;
-    int32_t top_k;
+    float temperature;
 } Drafter;
 
 /* A loop group on one row x (C), in place. Deeper levels of the caches are not filled: drafts do not read them, and the verification
@@ -61,14 +59,14 @@ static void draft_group(int threads, const DraftStage *s, const RowSet *row, flo
  * is set. Returns their number. u holds a uniform number for each. */
 int draft(int threads, const Drafter *d, int m, int64_t token, int64_t position, const double *u, int64_t *tokens, const int32_t *interrupt) {
     int64_t part = 0;
-    int C = d->C, V = d->lens->V;
+    int C = d->embedding->C, V = d->lens->V;
     float *x = d->scratch, *buffers = x + C, *logits = x + 4L * C, *sampling = logits + d->lens->head->O;
     float *scratch = sampling + 3L * V + 2L * ((V + BLOCK - 1) / BLOCK) + 16;
     for (int i = 0; i < m; i++, position++) {
         RowSet row = {1, 1, &part, &d->capacity, &position, position + 1};
         const float *cos = d->cos ? d->cos + position * d->rope_size : 0, *sin = d->sin ? d->sin + position * d->rope_size : 0;
         int32_t finite;
-        if (!embed(1, C, d->n_tokens, d->n_positions, &token, &position, d->wte, d->wpe, d->embedding_scale, x)) return i;
+        if (!embed(1, d->embedding, &token, &position, x)) return i;
         for (const DraftStage *s = d->stages; s < d->stages + d->n_stages; s++) {
             if (s->steps) draft_group(threads, s, &row, x, cos, sin, buffers, scratch);
             else run_stage(threads, s->weights, &row, s->kv, x, cos, sin, scratch, x);

@@ -49,7 +49,7 @@ Library = ctypes.CDLL
 
 _INT, _PTR, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
 _SIGNATURES = {
-    "embed": [_INT] * 2 + [_LONG] * 2 + [_PTR] * 4 + [ctypes.c_float, _PTR],
+    "embed": [_INT] + [_PTR] * 4,
     "linear": [_INT] * 2 + [_PTR] * 3,
     "silu": [_INT] * 4 + [_PTR] * 2,
     "fill_deeper_levels": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
@@ -156,6 +156,17 @@ class LoopRows(ctypes.Structure):
     )  # fmt: skip
 
 
+class Embedding(ctypes.Structure):
+    """The struct Embedding of rowwise.c: the embeddings of tokens, fp32 or in panels, and of positions."""
+
+    _fields_ = (
+        ("C", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("n_tokens", "n_positions")),
+        *((name, ctypes.c_void_p) for name in ("wte", "panels", "wpe")),
+    )
+
+
 class DraftStage(ctypes.Structure):
     """The struct DraftStage of draft.c: a stage of the network for drafts."""
 
@@ -171,14 +182,12 @@ class Drafter(ctypes.Structure):
     """The struct Drafter of draft.c: the network, one sequence and its sampling parameters."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("C", "rope_size", "n_stages", "n_stops")),
-        *((name, ctypes.c_int64) for name in ("n_tokens", "n_positions")),
-        *((name, ctypes.c_void_p) for name in ("wte", "wpe", "cos", "sin", "stages", "lens", "stops")),
+        *((name, ctypes.c_int32) for name in ("rope_size", "n_stages", "n_stops", "top_k")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin", "stages", "lens", "stops")),
         ("capacity", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
-        *((name, ctypes.c_float) for name in ("embedding_scale", "temperature")),
         ("top_p", ctypes.c_double),
-        ("top_k", ctypes.c_int32),
+        ("temperature", ctypes.c_float),
     )
 
 

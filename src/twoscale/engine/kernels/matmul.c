@@ -249,6 +249,18 @@ static int matmul(Thread *self, int n, const Matrix *w, const float *x, long ldx
     return finish_phase(self, &phase);
 }
 
+/* Row o of a matrix (O, I) as fp32. */
+static void matrix_row(const Matrix *m, long o, float *out) {
+    long panel = o / PANEL, in_panel = o % PANEL, first = panel * padded_inputs(m) * PANEL;
+    for (long i = 0; i < m->I; i++) {
+        long at = m->format == W8A8 ? first + i / 4 * (4 * PANEL) + in_panel * 4 + i % 4 : first + i * PANEL + in_panel;
+        uint32_t bits = m->format == BF16 ? (uint32_t)((const uint16_t *)m->panels)[at] << 16 : 0;
+        if (m->format == FP32) out[i] = ((const float *)m->panels)[at];
+        else if (m->format == BF16) memcpy(out + i, &bits, sizeof bits);
+        else out[i] = ((const int8_t *)m->panels)[at] * m->scales[(panel * scale_blocks_of(m) + i / SCALE_BLOCK) * PANEL + in_panel];
+    }
+}
+
 typedef struct {
     int n;
     Matrix w;

@@ -214,8 +214,8 @@ class NativeKernels(TorchKernels):
         return NativeBlock(block, self.library)
 
     def embedding(self, model: LoopedGPT) -> "Callable[[Rows], Tensor]":
-        plain = isinstance(model.wte, nn.Embedding) and (model.wpe is None or isinstance(model.wpe, nn.Embedding))  # not in panels
-        return EmbedRows(model, self.library) if plain else super().embedding(model)
+        readable = isinstance(model.wte, nn.Embedding | NativeEmbedding) and (model.wpe is None or isinstance(model.wpe, nn.Embedding))
+        return EmbedRows(model, self.library) if readable else super().embedding(model)
 
     def stage_kernels(self, module: nn.Module, first_layer: int) -> StageKernels:
         return NativeStageKernels(module, first_layer, self.library)

@@ -69,11 +69,9 @@ class NativeDrafts:
         scratch = empty_floats(size)
         cos, sin = (None, None) if self.rope is None else (pointer(angles, angles.numel()) for angles in self.rope)
         drafter = Drafter(
-            C=C, rope_size=config.head_dim, n_stages=len(stages), n_stops=len(stops),
-            n_tokens=self.embed.n_tokens, n_positions=self.embed.n_positions, wte=self.embed.addresses[0], wpe=self.embed.addresses[1],
-            cos=cos, sin=sin, stages=ctypes.addressof(stages), lens=ctypes.addressof(self.lens), stops=ctypes.addressof(stops),
-            capacity=cache.capacity, scratch=pointer(scratch, size), embedding_scale=self.embed.scale,
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+            rope_size=config.head_dim, n_stages=len(stages), n_stops=len(stops), embedding=self.embed.address, cos=cos, sin=sin,
+            stages=ctypes.addressof(stages), lens=ctypes.addressof(self.lens), stops=ctypes.addressof(stops), capacity=cache.capacity,
+            scratch=pointer(scratch, size), temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
         )  # fmt: skip
         uniform, tokens = (ctypes.c_double * m)(*sampling.uniform), (ctypes.c_int64 * m)()
         n = self.embed.library.draft(threads, ctypes.addressof(drafter), m, token, cache.length, uniform, tokens, interrupt.address)

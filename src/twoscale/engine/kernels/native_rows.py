@@ -20,6 +20,7 @@ from twoscale.engine.kernels.library import (
     MAX_FUSED_ROWS,
     SANITIZE,
     ConditionStruct,
+    Embedding,
     KVView,
     Lens,
     Library,
@@ -141,18 +142,23 @@ class EmbedRows:
     """(wte + wpe) * scale of the rows in one call, as `LoopedGPT.embed`; the scale is sqrt(C) with `scale_embedding`, else 1."""
 
     def __init__(self, model: LoopedGPT, library: Library) -> None:
-        c, wte, wpe = model.config, model.wte.weight, None if model.wpe is None else model.wpe.weight
-        self.width, self.scale, self.library = c.n_embd, c.n_embd**0.5 if c.scale_embedding else 1.0, library
-        self.n_tokens, self.n_positions = len(wte), 0 if wpe is None else len(wpe)
-        self.addresses = pointer(wte, wte.numel()), None if wpe is None else pointer(wpe, wpe.numel())
-        self._keep_alive = wte, wpe
+        """The token embedding is fp32 or in panels."""
+        c, wpe, panels = model.config, None if model.wpe is None else model.wpe.weight, getattr(model.wte, "panels", None)
+        wte = model.wte.weight if panels is None else None
+        self.width, self.library, self._keep_alive = c.n_embd, library, (wte, wpe, panels)
+        self.n_tokens, self.n_positions = c.padded_vocab_size, 0 if wpe is None else len(wpe)
+        wte_ptr = None if wte is None else pointer(wte, self.n_tokens * self.width)
+        wpe_ptr = None if wpe is None else pointer(wpe, self.n_positions * self.width)
+        scale = c.n_embd**0.5 if c.scale_embedding else 1.0
+        panels_ptr = None if panels is None else panels.address
+        self._struct = Embedding(self.width, scale, self.n_tokens, self.n_positions, wte_ptr, panels_ptr, wpe_ptr)
+        self.address = ctypes.addressof(self._struct)
 
     def __call__(self, rows: "Rows") -> Tensor:
         n, C = rows.n, self.width
         out = torch.empty((n, C), dtype=torch.float32, device="cpu")
         tokens, positions = pointer(rows.tokens, n, torch.int64), pointer(rows.positions, n, torch.int64)
-        sizes = n, C, self.n_tokens, self.n_positions
-        if not self.library.embed(*sizes, tokens, positions, *self.addresses, self.scale, pointer(out, n * C)):
+        if not self.library.embed(n, self.address, tokens, positions, pointer(out, n * C)):
             raise IndexError(f"a token is not below {self.n_tokens}, or a position not below {self.n_positions}")
         return out
 

@@ -140,13 +140,24 @@ void update_norms(int threads, int n, int C, const float *before, const float *a
     RUN_TASK(threads, update_norms_task, r);
 }
 
-/* out = (wte[tokens] + wpe[positions]) * scale for n rows; wpe may be null. Returns 0 if a token or a position has no embedding. */
-int embed(int n, int C, int64_t n_tokens, int64_t n_positions, const int64_t *tokens, const int64_t *positions, const float *wte, const float *wpe,
-          float scale, float *out) {
-    for (int t = 0; t < n; t++) {
-        if (tokens[t] < 0 || tokens[t] >= n_tokens || (wpe && (positions[t] < 0 || positions[t] >= n_positions))) return 0;
-        const float *token = wte + tokens[t] * C, *position = wpe ? wpe + positions[t] * C : 0;
-        for (int i = 0; i < C; i++, out++) *out = (position ? token[i] + position[i] : token[i]) * scale;
+/* The embeddings of tokens, fp32 (n_tokens, C) or a matrix in panels, the other one null; and of positions, or null. */
+typedef struct {
+    int32_t C;
+    float scale;
+    int64_t n_tokens, n_positions;
+    const float *wte;
+    const Matrix *panels;
+    const float *wpe;
+} Embedding;
+
+/* out = (wte[tokens] + wpe[positions]) * scale for n rows. Returns 0 if a token or a position has no embedding. */
+int embed(int n, const Embedding *e, const int64_t *tokens, const int64_t *positions, float *out) {
+    int C = e->C;
+    for (int t = 0; t < n; t++, out += C) {
+        if (tokens[t] < 0 || tokens[t] >= e->n_tokens || (e->wpe && (positions[t] < 0 || positions[t] >= e->n_positions))) return 0;
+        const float *token = e->panels ? out : e->wte + tokens[t] * C, *position = e->wpe ? e->wpe + positions[t] * C : 0;
+        if (e->panels) matrix_row(e->panels, tokens[t], out);
+        for (int i = 0; i < C; i++) out[i] = (position ? token[i] + position[i] : token[i]) * e->scale;
     }
     return 1;
 }
