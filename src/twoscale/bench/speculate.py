@@ -19,6 +19,8 @@ from twoscale.config import UserError
 from twoscale.engine import Loop, Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
+from twoscale.engine.kernels.base import NO_INTERRUPT
+from twoscale.engine.kernels.native_draft import DraftSampling
 from twoscale.engine.rows import Rows, make_part
 from twoscale.engine.scheduler import run_until_done
 from twoscale.engine.speculation import NO_SPECULATION_STATS, OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
@@ -31,6 +33,7 @@ PROMPT = 48  # tokens
 DEPTHS = (1, 2, 3, 4, 6)  # loop steps of a draft whose acceptance is shown
 WIDTHS = (2, 4, 8, 16)
 MOST_ROWS = 16  # of one pass
+DRAFTED = 8  # tokens in one call, where the cost of a draft is measured
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,11 @@ class PassCosts:
         return self._pass(self.cache, rows) / self.one
 
     def draft(self, steps: int) -> float:
-        """The cost of a pass of one row with at most `steps` loop steps in each group."""
-        return self._pass(self.cache.view(draft_params(self.params, steps)), 1) / self.one
+        """The cost of a drafted token with at most `steps` loop steps in each group."""
+        cache, sampling = self.cache.view(draft_params(self.params, steps)), DraftSampling(0.0, 0, 1.0, [0.5] * DRAFTED, ())
+        if self.engine.draft(cache, 2, sampling, NO_INTERRUPT) is None:  # not in one call
+            return self._pass(cache, 1) / self.one
+        return _least(lambda: self.engine.draft(cache, 2, sampling, NO_INTERRUPT), self.repeats) / DRAFTED / self.one
 
     @torch.inference_mode()
     def apart(self, rows: int) -> float:
