@@ -34,6 +34,9 @@ typedef struct {
     int qkv_width, attn_width, up_width; /* (H + 2 J) D, H D, and M or 2 M if gated */
     int has_bias_or_rope;
     const Block *b;
+    int normed_is_ready;    /* the norm of attention's input is in `normed` already */
+    const float *next_gain; /* of attention's input in the next block: its norm goes to `normed`; null: none */
+    float next_eps;
     const float *x, *cos, *sin;
     Matrix qkv, attn_out, up, down;
     float *normed, *branch, *middle, *heads, *hidden, *out;
@@ -105,7 +108,7 @@ static void block_task(const void *arguments, Thread *self) {
     const BlockRows *a = arguments;
     const Block *b = a->b;
     int n = a->n, C = a->C, rows_per_claim = items_per_claim(self, n);
-    Phase phase = begin_phase(self, n, rows_per_claim);
+    Phase phase = begin_phase(self, a->normed_is_ready ? 0 : n, rows_per_claim);
     while (claim(self, &phase))
         for (int t = phase.first; t < phase.last; t++) rms_norm_row(C, a->x + (long)t * C, b->gain1, b->eps, a->normed + (long)t * C);
     if (!finish_phase(self, &phase)) return;
@@ -126,13 +129,16 @@ static void block_task(const void *arguments, Thread *self) {
         for (int t = phase.first; t < phase.last; t++) {
             long offset = (long)t * C;
             residual_norm_row(C, b->norm_after_add, a->middle + offset, a->branch + offset, b->gain4, b->eps, a->out + offset);
+            if (a->next_gain) rms_norm_row(C, a->out + offset, a->next_gain, a->next_eps, a->normed + offset);
         }
     finish_phase(self, &phase);
 }
 
 /* A fused block on n rows of several sequences. cos and sin are (n, D) or null; scratch holds n * (3 C + qkv_width + attn_width + up_width)
- * + ATTEND_ROWS threads score_stride(longest) floats. */
-void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const KVView *view, float *scratch, float *out) {
+ * + ATTEND_ROWS threads score_stride(longest) floats. Of successive blocks with the same scratch memory, each but the last may be given the
+ * next one, and each but the first finds its normed input there (`normed_is_ready`). */
+static void block_of_several(int threads, int n, const Block *b, const Block *next, int normed_is_ready, const float *x, const float *cos, const float *sin,
+                             const KVView *view, float *scratch, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M;
     int qkv_width = (H + 2 * J) * D, attn_width = H * D, up_width = b->gated ? 2 * M : M;
     float *normed = scratch, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
@@ -141,8 +147,12 @@ void block(int threads, int n, const Block *b, const float *x, const float *cos,
     Attention attention = {n, H, J, D, heads, keys, values, qkv_width, qkv_width, qkv_width, view->longest, view, scores, attended};
     int by_head = n <= FEW_ROWS && D % PANEL == 0 && (J % threads == 0 || J >= 4 * threads);
     BlockRows a = {.n = n, .C = C, .M = M, .gated = b->gated, .by_head = by_head, .qkv_width = qkv_width, .attn_width = attn_width, .up_width = up_width,
-                   .has_bias_or_rope = b->qk_bias || cos, .b = b, .x = x, .cos = cos, .sin = sin,
+                   .has_bias_or_rope = b->qk_bias || cos, .normed_is_ready = normed_is_ready, .next_gain = next ? next->gain1 : 0, .next_eps = next ? next->eps : 0, .b = b, .x = x, .cos = cos, .sin = sin,
                    .qkv = b->qkv, .attn_out = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
                    .heads = heads, .hidden = hidden, .out = out, .attention = attention};
     RUN_TASK(threads, block_task, a);
+}
+
+void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const KVView *view, float *scratch, float *out) {
+    block_of_several(threads, n, b, 0, 0, x, cos, sin, view, scratch, out);
 }

@@ -38,7 +38,8 @@ static void apply_layers(int threads, const StageWeights *s, const RowSet *r, co
             int64_t offset = loop_step ? (loop_step[p] - 1) % pointers->max_levels * pointers->level_size : 0;
             keys[p] = pointers->keys + offset, values[p] = pointers->values + offset;
         }
-        block(threads, r->n, s->blocks[layer], x, cos, sin, &view, scratch, out);
+        const Block *next = layer + 1 < s->n_layers ? s->blocks[layer + 1] : 0;
+        block_of_several(threads, r->n, s->blocks[layer], next, layer > 0, x, cos, sin, &view, scratch, out);
     }
 }
 
