@@ -19,7 +19,7 @@ x, gain, y = empty_floats(4 * 64).zero_(), empty_floats(64).zero_(), empty_float
 rows = int(sys.argv[1])
 library.rms_norm(1, rows, 64, pointer(x, 4 * 64), pointer(gain, 64), 1e-6, pointer(y, 4 * 64))
 if "overflow" in sys.argv:  # no memory is touched, but an index overflows
-    library.fill_deeper_levels(1, 4, 1, 1 << 62, 0, 0, 0, pointer(x, 4 * 64), pointer(y, 4 * 64))
+    library.fill_deeper_levels(1, 4, 0, 1, 1 << 62, 0, 0, 0, pointer(x, 4 * 64), pointer(y, 4 * 64))
 print("done")
 """
 

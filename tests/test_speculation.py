@@ -125,7 +125,11 @@ def check_settings(data: st.DataObject) -> None:
         stop_token_ids=data.draw(st.sampled_from((frozenset[int](), frozenset(range(0, 64, 9))))),
         logprobs=2,
     )
-    loop = {"exit": data.draw(st.sampled_from(RULES)), "loops": data.draw(st.integers(1, 7))}
+    loop = {
+        "exit": data.draw(st.sampled_from(RULES)),
+        "loops": data.draw(st.integers(1, 7)),
+        "kv_dtype": data.draw(st.sampled_from(("auto", "bf16"))),
+    }
     plain = decode(model, prompts, sampling, parse_speculation("off"), **loop)
     speculative = decode(model, prompts, sampling, speculate, data.draw(st.sampled_from(("lockstep", "depth"))), **loop)
     assert_equal(plain, speculative)

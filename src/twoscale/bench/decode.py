@@ -19,6 +19,7 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.bench.timing import interleaved, timed
 from twoscale.config import ModelConfig
+from twoscale.config.dtypes import KVDtype
 from twoscale.engine import Engine, Loop, forward, loop_params
 from twoscale.engine.cache import Cache, bytes_per_token
 from twoscale.engine.kernels import InferenceCopy, KernelName, Kernels, TorchKernels, optimize_for_inference
@@ -58,9 +59,10 @@ class Steps:
         exit: Exit | None = None,
         caches: list[Cache] | None = None,
         lowest: int | None = None,
+        kv_dtype: KVDtype = "auto",
     ) -> None:
         """With `lowest` each sequence has rules of its own (`spread`) instead of `exit`."""
-        self.engine, params = Engine(model, kernels=kernels), loop_params(model, loops=loops, exit=exit)
+        self.engine, params = Engine(model, kernels=kernels), loop_params(model, loops=loops, exit=exit, kv_dtype=kv_dtype)
         self.caches = [filled(self.engine, context, params) for _ in range(batch)] if caches is None else caches[:batch]
         self.caches = [replaced(cache, params, self.engine.kernels) for cache in self.caches]
         groups = model.config.n_groups

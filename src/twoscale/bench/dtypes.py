@@ -1,4 +1,4 @@
-"""`twoscale bench decode --dtype`: a loop step with the weights in several dtypes, in turn."""
+"""`twoscale bench decode --dtype` and `--kv-dtype`: weights, or keys and values, in several dtypes, in turn."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,4 +23,16 @@ def bench_dtypes(
         }
         seconds = interleaved(works, repeats, device=device)
         found[batch] = {dtype: s / (loops * model.config.n_groups) for dtype, s in seconds.items()}
+    return found
+
+
+def bench_kv_dtypes(model: LoopedGPT, contexts: Sequence[int], loops: int, repeats: int) -> dict[int, dict[str, float]]:
+    """Median seconds of a token, one row, for each context with keys and values in fp32 and in bf16."""
+    device, found = next(model.parameters()).device, {}
+    for context in contexts:
+        works: dict[str, Callable[[], object]] = {
+            kv_dtype: Steps(model, 1, context, loops, kv_dtype=kv_dtype).token
+            for kv_dtype in ("fp32", "bf16")  # type: ignore[arg-type]
+        }
+        found[context] = interleaved(works, repeats, device=device)
     return found

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from twoscale import exits
-from twoscale.config.dtypes import WeightDtype
+from twoscale.config.dtypes import KVDtype, WeightDtype
 from twoscale.engine.kernels.quantize import quantize
 from twoscale.model import LoopedGPT
 from twoscale.tracing import trace
@@ -56,32 +56,37 @@ class LoopError:
 class QuantizeBench:
     """One dtype beside fp32."""
 
-    dtype: WeightDtype
+    dtype: str
+    """Of the weights; or `kv bf16`: weights in fp32, keys and values in bf16."""
     by_loops: dict[int, dict[str, Any]]
     """K -> the record of `describe` (dce, dce_low, dce_high, agree, ...), against fp32 at the same K."""
     by_rule: dict[str, tuple[dict[str, Any], dict[str, Any]]]
     """Rule -> the records of this dtype and of fp32 with the same rule, both against fp32 with all loops."""
     groups: list[LoopError]
+    """Empty for keys and values: no trace reads them from a cache."""
 
 
 def bench_quantize(
-    model: LoopedGPT, text: HeldOut, dtypes: Sequence[WeightDtype], loops: Sequence[int], say: Callable[[str], None]
+    model: LoopedGPT, text: HeldOut, dtypes: Sequence[WeightDtype], loops: Sequence[int], say: Callable[[str], None], kv_bf16: bool = False
 ) -> list[QuantizeBench]:
-    """Every dtype on the same windows; the exact model is evaluated once."""
+    """Every dtype on the same windows, with `kv_bf16` also keys and values in bf16; the exact model is evaluated once."""
     K = max(loops)
     exact = {k: evaluate(model, text, None, k) for k in sorted({*loops, K})}
     ruled = {name: describe(model.config, text, evaluate(model, text, rule, K), exact[K], rule) for name, rule in RULES.items()}
     states = _states(model, text, K)
     found = []
-    for dtype in dtypes:
-        say(f"{dtype}")
-        rounded = quantize(model, dtype)
-        by_loops = {k: describe(model.config, text, evaluate(rounded, text, None, k), exact[k], None) for k in loops}
+    kinds: list[tuple[str, WeightDtype, KVDtype]] = [(dtype, dtype, "auto") for dtype in dtypes]
+    if kv_bf16:
+        kinds.append(("kv bf16", "fp32", "bf16"))
+    for name, dtype, kv_dtype in kinds:
+        say(name)
+        rounded = model if dtype == "fp32" else quantize(model, dtype)
+        by_loops = {k: describe(model.config, text, evaluate(rounded, text, None, k, kv_dtype), exact[k], None) for k in loops}
         by_rule = {}
-        for name, rule in RULES.items():
-            by_rule[name] = describe(model.config, text, evaluate(rounded, text, rule, K), exact[K], rule), ruled[name]
-        groups = [loop_error(a, b) for a, b in zip(states, _states(rounded, text, K), strict=True)]
-        found.append(QuantizeBench(dtype, by_loops, by_rule, groups))
+        for words, rule in RULES.items():
+            by_rule[words] = describe(model.config, text, evaluate(rounded, text, rule, K, kv_dtype), exact[K], rule), ruled[words]
+        groups = [] if kv_dtype != "auto" else [loop_error(a, b) for a, b in zip(states, _states(rounded, text, K), strict=True)]
+        found.append(QuantizeBench(name, by_loops, by_rule, groups))
     return found
 
 

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.dtypes import KVDtype
 from twoscale.engine import Request, SamplingParams, Scheduler, loop_params, stream
 from twoscale.engine.counters import Counters
 from twoscale.engine.policy import POLICIES
+from twoscale.engine.request import LoopParams
 from twoscale.exits.rule import Numbers, StepView
 from twoscale.model import LoopedGPT
 
@@ -65,11 +67,15 @@ class Load:
     prompt: tuple[int, int] = (8, 48)
     new: tuple[int, int] = (16, 64)
     seed: int = 0
+    kv_dtype: KVDtype = "auto"
+
+    def _params(self, model: LoopedGPT, rules: tuple[exits.Rule | None, ...]) -> list[LoopParams]:
+        return [loop_params(model, exit=rule, loops=MAX_STEPS + i, kv_dtype=self.kv_dtype) for i, rule in enumerate(rules)]
 
     def requests(self, model: LoopedGPT, *rules: exits.Rule | None) -> Iterator[Request]:
         """As many as are asked for, always the same; they take the rules in turn."""
         chance, c = random.Random(self.seed), model.config
-        for params in itertools.cycle([loop_params(model, exit=rule, loops=MAX_STEPS + i) for i, rule in enumerate(rules)]):
+        for params in itertools.cycle(self._params(model, rules)):
             length, new = (min(chance.randint(*spread), c.block_size // 2) for spread in (self.prompt, self.new))
             yield Request([chance.randrange(c.vocab_size) for _ in range(length)], SamplingParams(max_new_tokens=new), params)
 
@@ -183,7 +189,9 @@ def over_http(model: LoopedGPT, load: Load, policy: str, tokenizer: Any) -> Resu
 
     scheduler = Scheduler(model, policy, max_num_seqs=load.clients)
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
-    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=600.0))
+    server = Server(
+        model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=600.0), kv_dtype=load.kv_dtype
+    )
     requests = itertools.islice(load.requests(model, None), 2000)
     asks = [{"body": {"prompt": r.prompt, "max_tokens": r.sampling.max_new_tokens, "temperature": 0}, "how": "stream"} for r in requests]
     snapshots: list[Counters] = []

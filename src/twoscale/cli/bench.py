@@ -79,6 +79,8 @@ class BenchDecodeArgs:
     """With --speculate: tokens to write after each prompt."""
     dtype: tuple[WeightDtype, ...] = ()
     """Instead: a loop step of 1, 8 and 32 rows with the weights in these dtypes, against fp32."""
+    kv_dtype: Literal["bf16"] | None = None
+    """Instead: a token at --contexts of any length with keys and values in bf16, against fp32."""
     device: str = "cpu"
     """Where to compute: cpu, or a device of torch such as cuda."""
 
@@ -97,11 +99,14 @@ def run(args: list[str]) -> int:
             _family: decode.family,
             _speculate: decode.speculate,
             _dtypes: decode.dtype,
+            _kv_dtypes: decode.kv_dtype,
             _saved: decode.model,
         }
         others = [bench for bench, wanted in chosen.items() if wanted]
         if len(others) > 1:
-            raise UserError("--busy, --sampling, --family, --speculate, --dtype and --model are benches of their own: choose one")
+            raise UserError(
+                "--busy, --sampling, --family, --speculate, --dtype, --kv-dtype and --model are benches of their own: choose one"
+            )
         if decode.device != "cpu" and (decode.busy or decode.speculate):
             raise UserError(f"--device {decode.device}: --busy and --speculate are measured on the CPU alone")
         return (others or [_decode])[0](decode)
@@ -245,6 +250,8 @@ def _random_model(args: BenchDecodeArgs) -> "LoopedGPT":
     config = presets.get(args.preset).model
     if args.loops < 2 or args.repeats < 1 or min(args.batches, default=0) < 1 or min(args.contexts, default=0) < 1:
         raise UserError("--loops is at least 2; --repeats, --batches and --contexts are at least 1")
+    if args.kv_dtype is not None:  # contexts may be longer than the preset's
+        config = dataclasses.replace(config, block_size=max(config.block_size, max(args.contexts) + 1))
     if max(args.contexts) >= config.block_size:
         raise UserError(f"--contexts {max(args.contexts)}: the preset {args.preset} has a context of {config.block_size}")
     device = usable_device(args.device)
@@ -256,6 +263,10 @@ def _random_model(args: BenchDecodeArgs) -> "LoopedGPT":
 
 def _dtypes(args: BenchDecodeArgs) -> int:
     return bench_weights.dtypes(_random_model(args), args.dtype, min(args.contexts), args.loops, args.repeats)
+
+
+def _kv_dtypes(args: BenchDecodeArgs) -> int:
+    return bench_weights.kv_dtypes(_random_model(args), args.contexts, args.loops, args.repeats)
 
 
 def _decode(args: BenchDecodeArgs) -> int:

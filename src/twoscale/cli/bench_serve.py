@@ -7,7 +7,7 @@ from typing import Literal
 from twoscale.cli import bench_scale
 from twoscale.cli.parse import say
 from twoscale.config import UserError, missing_package, presets
-from twoscale.config.dtypes import WeightDtype
+from twoscale.config.dtypes import KVDtype, WeightDtype
 
 BUSY_HEAD = f"{'':<38}{'free cores':>13}{'one core busy':>16}{'all cores busy':>16}"
 
@@ -46,6 +46,8 @@ class BenchServeArgs:
     """How the weights are held: fp32, bf16, int8 or w8a8."""
     device: str = "cpu"
     """Where to compute: cpu, or a device of torch such as cuda."""
+    kv_dtype: KVDtype = "auto"
+    """The dtype of cached keys and values: fp32, bf16 (half the memory), or auto: the one in which the model computes, fp32 on the CPU."""
 
 
 def serve(args: BenchServeArgs) -> int:
@@ -66,6 +68,8 @@ def serve(args: BenchServeArgs) -> int:
         raise UserError("--prompt and --new want two numbers, at least 1, the smaller one first")
     if args.vllm and args.dtype != "fp32":
         raise UserError(f"--dtype {args.dtype} does not go with --vllm, which reads the folder in fp32")
+    if args.kv_dtype != "auto" and (args.vllm or args.replicas or args.busy or args.speculate or args.attack or args.soak):
+        raise UserError(f"--kv-dtype {args.kv_dtype} goes with the plain bench and with --mixed")
     if args.device != "cpu" and (args.vllm or args.replicas or args.busy or args.speculate):
         raise UserError(f"--device {args.device}: --vllm, --replicas, --busy and --speculate are measured on the CPU alone")
     device = usable_device(args.device)
@@ -73,7 +77,7 @@ def serve(args: BenchServeArgs) -> int:
         return _serve_busy(args)
     if args.speculate is not None:
         return bench_scale.serve_speculate(args)
-    config, load = presets.get(args.preset).model, b.Load(args.clients, args.seconds, args.prompt, args.new)
+    config, load = presets.get(args.preset).model, b.Load(args.clients, args.seconds, args.prompt, args.new, kv_dtype=args.kv_dtype)
     if args.vllm:
         return bench_scale.serve_vllm(args, random_model(config), load)
     if args.replicas:

@@ -53,6 +53,8 @@ class BenchQuantizeArgs:
     """Loop steps at which the loss is compared; rules and states take the most of them."""
     windows: int = 24
     """Held-out windows, or samples of a task."""
+    kv_dtype: Literal["bf16"] | None = None
+    """Also: weights in fp32, and keys and values in bf16."""
     figure: Path | None = None
     """Where to draw the figure."""
     device: str = "cpu"
@@ -65,12 +67,12 @@ def quantize(args: BenchQuantizeArgs) -> int:
     from twoscale.interop.runs import as_run
     from twoscale.tradeoff.load_run import load_run
 
-    if args.windows < 2 or not args.loops or min(args.loops) < 1 or not args.dtype:
+    if args.windows < 2 or not args.loops or min(args.loops) < 1 or not (args.dtype or args.kv_dtype):
         raise UserError("--windows is at least 2, --loops at least 1, and --dtype names at least one")
     device = usable_device(args.device)
     opened = load_run(as_run(args.run, say), device=device)
     text = opened.text("report", args.windows)
-    found = bench_quantize(opened.model, text, args.dtype, args.loops, say)
+    found = bench_quantize(opened.model, text, args.dtype, args.loops, say, args.kv_dtype is not None)
     print(f"{args.run}, {text.n_asked:,} tokens of {opened.source}, {text.n_clusters} {text.by}; 95 % intervals\n")
     print("change of the loss against fp32, nats a token, and how often the most likely token is the same")
     for k in args.loops:
@@ -123,9 +125,24 @@ def load(args: BenchLoadArgs) -> int:
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    print("\nkeys and values, bytes a token, fp32")
+    print("\nkeys and values, bytes a token in fp32, and in bf16 (--kv-dtype)")
     for n in (4, 32):
-        print(f"  {n:2} loops  " + "  ".join(f"{kv} {size:,}" for kv, size in kv_bytes(config, n).items()))
+        print(f"  {n:2} loops  " + "  ".join(f"{kv} {size:,} {size // 2:,}" for kv, size in kv_bytes(config, n).items()))
+    return 0
+
+
+def kv_dtypes(model: "LoopedGPT", contexts: Sequence[int], loops: int, repeats: int) -> int:
+    """A token at several contexts with keys and values in fp32 and in bf16."""
+    from twoscale.bench.dtypes import bench_kv_dtypes
+    from twoscale.bench.load import kv_bytes
+
+    print(f"one row, {loops} loops, kv=exact, the whole network; ratios of medians in the same rounds")
+    for context, seconds in bench_kv_dtypes(model, contexts, loops, repeats).items():
+        fp32, bf16 = seconds["fp32"], seconds["bf16"]
+        print(f"  context {context:6}   fp32 {fp32 * 1e3:8.2f} ms   bf16 {bf16 * 1e3:8.2f} ms {bf16 / fp32:5.2f}x")
+    print("bytes a token in fp32, and in bf16")
+    for n in (4, 32):
+        print(f"  {n:2} loops  " + "  ".join(f"{kv} {size:,} {size // 2:,}" for kv, size in kv_bytes(model.config, n).items()))
     return 0
 
 

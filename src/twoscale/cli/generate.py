@@ -15,7 +15,7 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError
-from twoscale.config.dtypes import DtypeChoice
+from twoscale.config.dtypes import DtypeChoice, KVDtype
 from twoscale.config.words import group_label, plural
 from twoscale.report.style import step_share
 from twoscale.report.words import against_default, mean_steps
@@ -43,6 +43,8 @@ class GenerateArgs:
     """The most steps that a group may take: one number, or one for each group; by default the model's mean_loops."""
     kv: str = "exact"
     """Which keys and values are kept: exact, last or ring:n."""
+    kv_dtype: KVDtype = "auto"
+    """The dtype of cached keys and values: fp32, bf16 (half the memory), or auto: the one in which the model computes, fp32 on the CPU."""
     temperature: float = 0.8
     """0 takes the most likely token every time."""
     top_k: int | None = None
@@ -103,6 +105,7 @@ def run(args: list[str]) -> int:
         exit=exit,
         loops=loops,
         kv=options.kv,
+        kv_dtype=options.kv_dtype,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -13,7 +13,7 @@ import tyro
 
 from twoscale.cli.parse import parse, say
 from twoscale.config import UserError, missing_package
-from twoscale.config.dtypes import DtypeChoice
+from twoscale.config.dtypes import DtypeChoice, KVDtype
 from twoscale.config.words import plural
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class ServeArgs:
     """How the weights are held: fp32, bf16, int8, w8a8 (int8, and inputs are rounded to int8 too), or auto: as the folder has them."""
     device: str = "cpu"
     """Where to compute: cpu, or a device of torch such as cuda."""
+    kv_dtype: KVDtype = "auto"
+    """The dtype of cached keys and values: fp32, bf16 (half the memory), or auto: the one in which the model computes, fp32 on the CPU."""
     policy: str = "auto"
     """How requests share stage passes: lockstep, depth, or auto, which measures what a pass costs with few and with many rows."""
     max_num_seqs: int = 32
@@ -137,7 +139,8 @@ def _settings(options: ServeArgs) -> "Settings":
     model = str(folder.resolve()) if folder.is_dir() else options.model  # replicas may have another working directory
     speculate = parse_speculation(options.speculate)
     return Settings(
-        model, options.policy, options.max_num_seqs, options.cache_mb, key, limits, speculate, options.dtype, options.device
+        model, options.policy, options.max_num_seqs, options.cache_mb, key, limits, speculate, options.dtype, options.device,
+        options.kv_dtype,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Positions = int | slice | Tensor  # one position, a slice, or an index tensor
 
+KV_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # FP32 and BF16 of matmul.c
 MIN_CHECKED_BYTES = 64 << 20  # smaller allocations are not compared with the free memory
 
 
@@ -72,7 +73,7 @@ class LayerCache:
 
     def _new_kv_pointers(self, n_levels: int) -> None:
         """`kv_pointers` is the struct at a fixed address from which C kernels read where keys and values are."""
-        self.kv_pointers = KVPointers(max_levels=self.max_levels, n_levels=n_levels)
+        self.kv_pointers = KVPointers(max_levels=self.max_levels, n_levels=n_levels, format=KV_FORMATS.get(self.keys.dtype, -1))
         self.kv_pointers_address = ctypes.addressof(self.kv_pointers)
 
     @property
@@ -85,14 +86,15 @@ class LayerCache:
         self.kv_pointers.n_levels = n
 
     def write(self, step: int, positions: Positions, key: Tensor, value: Tensor, end: int, length: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values (J, D), or (J, n, D) for several positions; returns what this loop step attends to, (J, end, D) each.
+        """Store keys and values (J, D), or (J, n, D) for several positions; returns what this loop step attends to, (J, end, D) each, in
+        the dtype of `key`.
 
         `length` is the sequence's current length.
         """
         level = self.ensure_level(step, length)
         keys, values = self.keys[level], self.values[level]
-        keys[:, positions], values[:, positions] = key, value
-        return keys[:, :end], values[:, :end]
+        keys[:, positions], values[:, positions] = key.to(keys.dtype), value.to(keys.dtype)
+        return keys[:, :end].to(key.dtype), values[:, :end].to(key.dtype)
 
     def ensure_level(self, step: int, length: int) -> int:
         """The level of a loop step (1, 2, ...); it is allocated and filled if it does not exist yet."""

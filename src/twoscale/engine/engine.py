@@ -29,6 +29,7 @@ from twoscale.model.start import start_state
 
 SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's index in the caller's batch, its cache, and its next tokens
 
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_TABLE_SIZE = 1 << 24  # entries; if start states or rotary angles of all positions need more, they are computed for each token instead
 MAX_TABLES = 4  # tables that are cached: of start states, for as many seeds of a model; of rotary angles, for as many model shapes
 
@@ -68,12 +69,15 @@ class Engine:
 
     def new_cache(self, capacity: int, params: LoopParams) -> Cache:
         """An empty KV cache for one sequence."""
-        return Cache(self.config, min(capacity, self.config.block_size), params, self._like, self.kernels)
+        return Cache(self.config, min(capacity, self.config.block_size), params, self._kv_like(params), self.kernels)
 
-    @property
-    def kv_itemsize(self) -> int:
+    def kv_itemsize(self, params: LoopParams) -> int:
         """Bytes of one number in the KV caches."""
-        return self._like.itemsize
+        return self._kv_like(params).itemsize
+
+    def _kv_like(self, params: LoopParams) -> Tensor:
+        """An empty tensor with the dtype and device of keys and values."""
+        return self._like if params.kv_dtype == "auto" else self._like.to(KV_DTYPES[params.kv_dtype])
 
     def embed(self, rows: Rows) -> Tensor:
         """Token and position embeddings of the rows, (N, C)."""

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.config.dtypes import KVDtype
 from twoscale.config.show import OneLine
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.engine import Engine
-from twoscale.engine.request import loop_params
+from twoscale.engine.request import LoopParams, loop_params
 from twoscale.engine.scheduler import NOT_FINITE
 from twoscale.exits import Exit
 from twoscale.model import LoopedGPT, StateNoise
@@ -50,25 +51,28 @@ def forward(
     start: Sequence[Tensor] | None = None,
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
+    kv_dtype: KVDtype = "auto",
 ) -> Forward:
     """Logits and steps for ids (B, T), or for a ragged list of lists.
 
     `loops` is the maximum number of loop steps (one number, or one for each group; default: the model's mean_loops). `exit` is a rule of
     twoscale.exits, {group: rule}, or "auto" (the model's calibration, including its loops unless given): a token that exits is not computed
     any more. `start` gives the groups' initial states, one (B, T, C) each; by default they are a function of (`seed`, group, position).
-    With a `tokenizer` the sequences may be strings.
+    With a `tokenizer` the sequences may be strings. With a `kv_dtype` (fp32, bf16) tokens attend to keys and values that were stored in it,
+    as in `generate`.
     """
     tokens, lengths = as_batch(as_token_ids(ids, tokenizer), model.config.vocab_size, model.config.block_size)
     device = next(model.parameters()).device
     if start is not None:
         check_start(start, model.config, tokens)
     padding = (torch.arange(tokens.shape[1], device=lengths.device) >= lengths[:, None]).to(device)
-    if exit is None:
+    if exit is None and kv_dtype == "auto":
         x, steps = model.hidden(tokens.to(device), loops=loops, noise=StateNoise(seed), start=start)
         logits = model.head(x).float().masked_fill(padding[..., None], 0.0)
         steps = steps.masked_fill(padding[..., None], 0)
     else:
-        logits, steps = _with_exits(model, tokens, lengths.tolist(), ~padding, loops, exit, start, seed)
+        params = loop_params(model, loops=loops, exit=exit, seed=seed, kv_dtype=kv_dtype)
+        logits, steps = _by_engine(model, tokens, lengths.tolist(), ~padding, params, start)
     check_finite(logits)
     return Forward(logits, steps)
 
@@ -79,18 +83,11 @@ def check_finite(logits: Tensor) -> None:
         raise UserError(NOT_FINITE)
 
 
-def _with_exits(
-    model: LoopedGPT,
-    tokens: Tensor,
-    lengths: list[int],
-    not_padding: Tensor,
-    loops: int | Sequence[int] | None,
-    exit: Exit,
-    start: Sequence[Tensor] | None,
-    seed: int,
+def _by_engine(
+    model: LoopedGPT, tokens: Tensor, lengths: list[int], not_padding: Tensor, params: LoopParams, start: Sequence[Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """The pass with exits, by the engine: logits (B, T, V) and steps (B, T, G)."""
-    engine, params = Engine(model), loop_params(model, loops=loops, exit=exit, seed=seed)
+    """The pass with exits, or with stored keys and values, by the engine: logits (B, T, V) and steps (B, T, G)."""
+    engine = Engine(model)
     if not params.token_by_token:
         # The tokens of a sequence that are still inside the loop are at the same step, so only the newest keys and values are read.
         params = replace(params, kv="last")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from twoscale.config import UserError
+from twoscale.config.dtypes import KVDtype
 from twoscale.config.show import OneLine
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
@@ -68,6 +69,7 @@ def generate(
     exit: Exit | None = None,
     loops: int | Sequence[int] | None = None,
     kv: str = "exact",
+    kv_dtype: KVDtype = "auto",
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -81,14 +83,15 @@ def generate(
 ) -> Generation:
     """Continue every prompt by at most `max_new_tokens` tokens.
 
-    `exit` and `loops` are as in `forward`; `kv` says which keys and values are cached (`exact`, `last`, `ring:n`). Generation of a sequence
-    stops at any token or string of `stop`. `callback(prompt_index, token, steps)` is called for every new token. `seed` is the seed of the
-    start states and of the sampling; equal prompts in one batch draw different tokens. With a `tokenizer` prompts and stops may be strings.
+    `exit` and `loops` are as in `forward`; `kv` says which keys and values are cached (`exact`, `last`, `ring:n`), `kv_dtype` as what
+    (`fp32`, `bf16`; `auto` is the one in which the model computes). Generation of a sequence stops at any token or string of `stop`.
+    `callback(prompt_index, token, steps)` is called for every new token. `seed` is the seed of the start states and of the sampling; equal
+    prompts in one batch draw different tokens. With a `tokenizer` prompts and stops may be strings.
     `speculate` (`off`, `auto`, `wavefront`, `draft:m`, `lookup:n`) guesses tokens ahead; tokens, steps and logits are the same to the bit.
     """
     stop_token_ids, stop_strings = split_stop(stop)
     sampling = SamplingParams(temperature, top_k, top_p, seed, max_new_tokens, stop_token_ids, stop_strings, logprobs)
-    params = loop_params(model, exit=exit, loops=loops, kv=kv, seed=seed)
+    params = loop_params(model, exit=exit, loops=loops, kv=kv, kv_dtype=kv_dtype, seed=seed)
     scheduler = offline_scheduler(model, kernels)
     requests = make_requests(model, ids, sampling, params, tokenizer, speculate)
     if requests[0].speculate not in (OFF, Auto()) and not scheduler.engine.kernels.batch_invariant:

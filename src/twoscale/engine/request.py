@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from twoscale.config import UserError
+from twoscale.config.dtypes import KVDtype, check_kv_dtype
 from twoscale.config.show import OneLine
 from twoscale.engine.cache import Cache, parse_kv
 from twoscale.engine.speculation import NO_SPECULATION_STATS, OFF, Speculation, SpeculationStats
@@ -88,6 +89,8 @@ class LoopParams:
     """Which steps' keys and values are cached: `exact`, `last` or `ring:n` (see `cache`)."""
     seed: int = 0
     """Seed of the start states."""
+    kv_dtype: KVDtype = "auto"
+    """The dtype of cached keys and values: `fp32` or `bf16`; `auto` is the one in which the model computes."""
 
     @property
     def token_by_token(self) -> bool:
@@ -96,7 +99,13 @@ class LoopParams:
 
 
 def loop_params(
-    model: LoopedGPT, *, exit: Exit | None = None, loops: int | Sequence[int] | None = None, kv: str = "exact", seed: int = 0
+    model: LoopedGPT,
+    *,
+    exit: Exit | None = None,
+    loops: int | Sequence[int] | None = None,
+    kv: str = "exact",
+    kv_dtype: KVDtype = "auto",
+    seed: int = 0,
 ) -> LoopParams:
     """Validated parameters for a model. exit="auto" uses the rules of the model's calibration, and its loops unless they are given."""
     config = model.config
@@ -112,7 +121,8 @@ def loop_params(
     if any(isinstance(rule, Gate) for rule in rules[:-1]):
         raise UserError(f"exits.Gate: only the last group has a gate, use {{{config.n_groups - 1}: Gate(...)}}")
     parse_kv(kv)
-    return LoopParams(rules, config.loops_for(loops), kv, seed)
+    check_kv_dtype(kv_dtype)
+    return LoopParams(rules, config.loops_for(loops), kv, seed, kv_dtype)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Scheduler:
 
     def _bytes(self, request: Request) -> int:
         """Cache bytes of a request at its full length and depth."""
-        return request.capacity * bytes_per_token(self.engine.config, request.loop_params, self.engine.kv_itemsize)
+        return request.capacity * bytes_per_token(self.engine.config, request.loop_params, self.engine.kv_itemsize(request.loop_params))
 
     def _can_speculate(self, request: Request) -> bool:
         """Whether a request asks for speculation and the result is sure to be the same."""

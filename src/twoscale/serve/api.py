@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.dtypes import KVDtype
 from twoscale.engine.cache import parse_kv
 from twoscale.engine.request import LoopParams, Request, RequestGroup, SamplingParams, loop_params
 from twoscale.engine.speculation import OFF, Speculation, check_speculation
@@ -111,13 +112,14 @@ def engine_requests(
     calibrated: tuple[Any, int] | None,
     max_loops: int,
     speculate: Speculation = OFF,
+    kv_dtype: KVDtype = "auto",
 ) -> list[Request]:
     """The requests to the engine, n for each prompt. `calibrated` are the model's calibrated rules and loops, `speculate` the default."""
     if body.best_of is not None and body.best_of > body.n_per_prompt:
         raise InvalidRequest("best_of is not supported", "best_of")
     if len(prompts) * body.n_per_prompt > MAX_SEQUENCES:
         raise InvalidRequest(f"at most {MAX_SEQUENCES} completions (prompts times n) in a request", "n")
-    params = parse_loop_params(body, model, calibrated, max_loops)
+    params = replace(parse_loop_params(body, model, calibrated, max_loops), kv_dtype=kv_dtype)
     try:
         speculate = check_speculation(speculate if body.speculate is None else body.speculate, model.config, params)
     except UserError as error:

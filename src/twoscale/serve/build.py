@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from twoscale.config import UserError
-from twoscale.config.dtypes import DtypeChoice
+from twoscale.config.dtypes import DtypeChoice, KVDtype
 from twoscale.engine.policy import choose_policy
 from twoscale.engine.scheduler import Scheduler
 from twoscale.engine.speculation import OFF, Speculation
@@ -27,6 +27,7 @@ class Settings:
     speculate: Speculation = OFF
     dtype: DtypeChoice = "auto"
     device: str = "cpu"
+    kv_dtype: KVDtype = "auto"
 
 
 def name_of(model: str, folder: Path) -> str:
@@ -48,6 +49,7 @@ def build_server(settings: Settings) -> tuple[Server, str]:
     scheduler = Scheduler(model, policy, max_num_seqs=settings.max_num_seqs, cache_bytes=settings.cache_mb << 20)
     name = name_of(settings.model, folder)
     server = Server(
-        model, tokenizer, name, scheduler, calibrated=calibrated, limits=settings.limits, key=settings.key, speculate=settings.speculate
-    )
+        model, tokenizer, name, scheduler, calibrated=calibrated, limits=settings.limits, key=settings.key, speculate=settings.speculate,
+        kv_dtype=settings.kv_dtype,
+    )  # fmt: skip
     return server, why

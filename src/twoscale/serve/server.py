@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from twoscale.config.dtypes import KVDtype
 from twoscale.data import Tokenizer
 from twoscale.engine.request import Request
 from twoscale.engine.scheduler import Scheduler
@@ -78,9 +79,10 @@ class Server:
         limits: Limits | None = None,
         key: str | None = None,
         speculate: Speculation = OFF,
+        kv_dtype: KVDtype = "auto",
     ) -> None:
-        """`speculate` is for requests that do not choose themselves."""
-        self.speculate = speculate
+        """`speculate` is for requests that do not choose themselves; `kv_dtype` is the dtype of keys and values of all requests."""
+        self.speculate, self.kv_dtype = speculate, kv_dtype
         self.model, self.tokenizer, self.name, self.key = model, tokenizer, name, key
         self.calibrated, self.limits = calibrated, limits or Limits()
         default_loops = max((*model.config.loops_for(None), calibrated[1] if calibrated else 0), default=0)
@@ -116,7 +118,7 @@ class Server:
         if body.model not in ("", self.name):
             raise InvalidRequest(f"there is no model {body.model!r} here, only {self.name!r}", "model", 404)
         requests = engine_requests(
-            body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops, self.speculate
+            body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops, self.speculate, self.kv_dtype
         )
         if len(requests) > self.limits.max_queue:
             raise InvalidRequest(f"at most {self.limits.max_queue} completions fit the queue of this server", "n")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from twoscale import exits
 from twoscale.config import ModelConfig
+from twoscale.config.dtypes import KVDtype
 from twoscale.config.show import OneLine
 from twoscale.engine import forward
 from twoscale.exits import Exit
@@ -38,15 +39,15 @@ class Evaluation(OneLine):
     """int64 (N, T)."""
 
 
-def evaluate(model: LoopedGPT, text: HeldOut, exit: Exit | None, loops: int | Sequence[int]) -> Evaluation:
-    """One parallel pass over the text, some windows at a time."""
+def evaluate(model: LoopedGPT, text: HeldOut, exit: Exit | None, loops: int | Sequence[int], kv_dtype: KVDtype = "auto") -> Evaluation:
+    """One parallel pass over the text, some windows at a time; `kv_dtype` as in `forward`."""
     T, device = text.ids.shape[1], next(model.parameters()).device
     batch = max(1, min(16, LOGITS // (T * model.config.vocab_size)))
     losses, steps, choices = [], [], []
     for first in range(0, len(text.ids), batch):
         rows = slice(first, first + batch)
         rule = exit.of_rows(rows) if isinstance(exit, exits.Oracle | exits.AnswersOnly) else exit
-        out = forward(model, text.ids[rows], exit=rule, loops=loops)
+        out = forward(model, text.ids[rows], exit=rule, loops=loops, kv_dtype=kv_dtype)
         wanted = text.targets[rows].to(device)
         loss = F.cross_entropy(out.logits.flatten(0, 1), wanted.flatten(), reduction="none", ignore_index=-1)
         losses.append(loss.view(wanted.shape).double().cpu())

@@ -1,29 +1,54 @@
-/* Attention of rows over the caches of their sequences. */
+/* Attention of rows over the caches of their sequences. Keys and values are FP32 or BF16 (`format`, a constant in each copy of the inlined
+ * functions); BF16 becomes fp32 when it is loaded, which is exact. */
 
-/* Dot product over the last D % 8 channels. */
-static inline float dot_tail(int D, const float *query, const float *key) {
+/* Number i of keys or values, as fp32. */
+INLINE float kv_at(int format, const void *kv, long i) {
+    if (format != BF16) return ((const float *)kv)[i];
+    uint32_t bits = (uint32_t)((const uint16_t *)kv)[i] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+INLINE const void *kv_from(int format, const void *kv, long i) { return (const char *)kv + i * weight_size(format); }
+
+/* Store n numbers from index i on; BF16 is rounded to the nearest number, ties to even, as in torch. */
+static void store_kv(int format, void *kv, long i, const float *x, int n) {
+    if (format != BF16) {
+        memcpy((float *)kv + i, x, n * sizeof(float));
+        return;
+    }
+    for (int j = 0; j < n; j++) {
+        uint32_t bits;
+        memcpy(&bits, x + j, sizeof bits);
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        ((uint16_t *)kv)[i + j] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded; /* a NaN stays one */
+    }
+}
+
+/* Dot product over the last D % 8 channels of a query and the key from index i on. */
+INLINE float dot_tail(int format, int D, const float *query, const void *keys, long i) {
     float s = 0;
-    for (int j = D - D % 8; j < D; j++) s += query[j] * key[j];
+    for (int j = D - D % 8; j < D; j++) s += query[j] * kv_at(format, keys, i + j);
     return s;
 }
 
 /* Scores of one query against n <= 4 keys (n, D). Four independent accumulators hide the latency of an FMA. */
-static inline __attribute__((always_inline)) void dots(int n, int D, const float *query, const float *keys, float scale, float *score) {
+INLINE void dots(int format, int n, int D, const float *query, const void *keys, float scale, float *score) {
     v8 acc[4] = {splat(0), splat(0), splat(0), splat(0)};
     float sums[4];
     for (int i = 0; i + 8 <= D; i += 8) {
         v8 q = load(query + i);
-        for (int k = 0; k < n; k++) acc[k] = fma8(q, load(keys + k * D + i), acc[k]);
+        for (int k = 0; k < n; k++) acc[k] = fma8(q, load_weights(format, keys, k * D + i), acc[k]);
     }
     horizontal_sums(acc, scale, sums);
-    for (int k = 0; k < n; k++) score[k] = D % 8 ? sums[k] + scale * dot_tail(D, query, keys + k * D) : sums[k];
+    for (int k = 0; k < n; k++) score[k] = D % 8 ? sums[k] + scale * dot_tail(format, D, query, keys, k * D) : sums[k];
 }
 
 /* Scores of one query against keys (end, D). */
-static void dots_of_keys(int D, int end, const float *query, const float *keys, float scale, float *score) {
+INLINE void dots_of_keys(int format, int D, int end, const float *query, const void *keys, float scale, float *score) {
     int p = 0;
-    for (; p + 4 <= end; p += 4) dots(4, D, query, keys + (long)p * D, scale, score + p);
-    for (; p < end; p++) dots(1, D, query, keys + (long)p * D, scale, score + p);
+    for (; p + 4 <= end; p += 4) dots(format, 4, D, query, kv_from(format, keys, (long)p * D), scale, score + p);
+    for (; p < end; p++) dots(format, 1, D, query, kv_from(format, keys, (long)p * D), scale, score + p);
 }
 
 /* score[p] becomes e^(score[p] - max); returns 1 / their sum, by which the caller multiplies. There is room for whole vectors of scores. */
@@ -42,24 +67,23 @@ static float softmax(int end, float *score) {
 }
 
 /* `weighted_sum` for the channels from i on. */
-static void weighted_tail(int D, int i, int end, const float *score, const float *values, float normalizer, float *y) {
+INLINE void weighted_tail(int format, int D, int i, int end, const float *score, const void *values, float normalizer, float *y) {
     for (; i < D; i++) {
         float acc = 0;
-        for (int p = 0; p < end; p++) acc += score[p] * values[(long)p * D + i];
+        for (int p = 0; p < end; p++) acc += score[p] * kv_at(format, values, (long)p * D + i);
         y[i] = acc * normalizer;
     }
 }
 
 /* y = normalizer * (sum over p in 0 .. end - 1 of score[p] values[p]). */
-static void weighted_sum(int D, int end, const float *score, const float *values, float normalizer, float *y) {
+INLINE void weighted_sum(int format, int D, int end, const float *score, const void *values, float normalizer, float *y) {
     int i = 0, p;
     for (; i + 64 <= D; i += 64) {
         v8 acc[8];
         for (int j = 0; j < 8; j++) acc[j] = splat(0);
         for (p = 0; p < end; p++) {
-            const float *value = values + (long)p * D + i;
             v8 weight = splat(score[p]);
-            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load(value + 8 * j), acc[j]);
+            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load_weights(format, values, (long)p * D + i + 8 * j), acc[j]);
         }
         for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
@@ -67,26 +91,26 @@ static void weighted_sum(int D, int end, const float *score, const float *values
         v8 acc[4];
         for (int j = 0; j < 4; j++) acc[j] = splat(0);
         for (p = 0; p < end; p++)
-            for (int j = 0; j < 4; j++) acc[j] = fma8(splat(score[p]), load(values + (long)p * D + i + 8 * j), acc[j]);
+            for (int j = 0; j < 4; j++) acc[j] = fma8(splat(score[p]), load_weights(format, values, (long)p * D + i + 8 * j), acc[j]);
         for (int j = 0; j < 4; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
-    weighted_tail(D, i, end, score, values, normalizer, y);
+    weighted_tail(format, D, i, end, score, values, normalizer, y);
 }
 
 /* One query against keys and values (end, D). */
-static void attend_one(int D, int end, const float *query, const float *keys, const float *values, float *score, float *y) {
-    dots_of_keys(D, end, query, keys, 1.0f / sqrtf((float)D), score);
+INLINE void attend_one(int format, int D, int end, const float *query, const void *keys, const void *values, float *score, float *y) {
+    dots_of_keys(format, D, end, query, keys, 1.0f / sqrtf((float)D), score);
     float normalizer = softmax(end, score);
-    weighted_sum(D, end, score, values, normalizer, y);
+    weighted_sum(format, D, end, score, values, normalizer, y);
 }
 
 /* Keys (n, D), n <= 8, transposed for `scores_of_keys`: t[i] holds channel i of eight keys, zeros where there are fewer. */
-static void transpose_keys(int n, int D, const float *keys, v8 *t) {
+INLINE void transpose_keys(int format, int n, int D, const void *keys, v8 *t) {
     int i = 0;
 #ifdef __AVX__
     for (; i + 8 <= D; i += 8) {
         __m256 r[8], s[8];
-        for (int k = 0; k < 8; k++) r[k] = k < n ? _mm256_loadu_ps(keys + (long)k * D + i) : _mm256_setzero_ps();
+        for (int k = 0; k < 8; k++) r[k] = k < n ? (__m256)load_weights(format, keys, (long)k * D + i) : _mm256_setzero_ps();
         for (int k = 0; k < 8; k += 2) s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]), s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
         for (int k = 0; k < 8; k += 4)
             for (int j = 0; j < 2; j++) {
@@ -101,7 +125,7 @@ static void transpose_keys(int n, int D, const float *keys, v8 *t) {
 #endif
     for (; i < D; i++) {
         float channel[8] = {0};
-        for (int k = 0; k < n; k++) channel[k] = keys[(long)k * D + i];
+        for (int k = 0; k < n; k++) channel[k] = kv_at(format, keys, (long)k * D + i);
         t[i] = load(channel);
     }
 }
@@ -127,12 +151,12 @@ INLINE void scores_of_keys(const int T, int D, const float *q, long q_row, const
 }
 
 /* 16 channels of T queries: y[t] = normalizer[t] * (sum over p in 0 .. end[t] - 1 of score[t][p] values[p]), end ascending. */
-INLINE void weighted_sums(const int T, int D, const int *end, const float *score, long stride, const float *values, const float *normalizer, float *y, long y_row) {
+INLINE void weighted_sums(int format, const int T, int D, const int *end, const float *score, long stride, const void *values, const float *normalizer, float *y, long y_row) {
     v8 acc[4][2];
     int p = 0;
     for (int t = 0; t < T; t++) acc[t][0] = acc[t][1] = splat(0);
     for (; p < end[0]; p++) {
-        v8 low = load(values + (long)p * D), high = load(values + (long)p * D + 8);
+        v8 low = load_weights(format, values, (long)p * D), high = load_weights(format, values, (long)p * D + 8);
         KEEP_IN_REGISTER(low);
         KEEP_IN_REGISTER(high);
         for (int t = 0; t < T; t++) {
@@ -142,7 +166,7 @@ INLINE void weighted_sums(const int T, int D, const int *end, const float *score
     }
     for (int t = 0; t < T; t++) {
         for (int i = p; i < end[t]; i++)
-            for (int j = 0; j < 2; j++) acc[t][j] = fma8(splat(score[t * stride + i]), load(values + (long)i * D + 8 * j), acc[t][j]);
+            for (int j = 0; j < 2; j++) acc[t][j] = fma8(splat(score[t * stride + i]), load_weights(format, values, (long)i * D + 8 * j), acc[t][j]);
         for (int j = 0; j < 2; j++) store(y + t * y_row + 8 * j, acc[t][j] * splat(normalizer[t]));
     }
 }
@@ -151,13 +175,13 @@ INLINE void weighted_sums(const int T, int D, const int *end, const float *score
  * keys and values. Those are loaded once for all of them, and every sum has the same order as in attend_one. score is (n, stride); stride is at
  * least the largest end, rounded up to a multiple of 8. */
 #define ATTEND_ROWS 8
-static void attend_several(int n, int D, const int *end, const float *q, long q_row, const float *keys, const float *values, float *score, long stride,
-                           float *y, long y_row) {
+INLINE void attend_several(int format, int n, int D, const int *end, const float *q, long q_row, const void *keys, const void *values, float *score,
+                           long stride, float *y, long y_row) {
     float scale = 1.0f / sqrtf((float)D), normalizer[ATTEND_ROWS];
     v8 transposed[D];
-    for (int t = 0; n < 4 && t < n; t++) dots_of_keys(D, end[t], q + t * q_row, keys, scale, score + t * stride); /* too few for a transposition */
+    for (int t = 0; n < 4 && t < n; t++) dots_of_keys(format, D, end[t], q + t * q_row, keys, scale, score + t * stride); /* too few for a transposition */
     for (int p = 0; n >= 4 && p < end[n - 1]; p += 8) {
-        transpose_keys(end[n - 1] - p < 8 ? end[n - 1] - p : 8, D, keys + (long)p * D, transposed);
+        transpose_keys(format, end[n - 1] - p < 8 ? end[n - 1] - p : 8, D, kv_from(format, keys, (long)p * D), transposed);
         int t = 0;
         for (; t + 2 <= n; t += 2) scores_of_keys(2, D, q + t * q_row, q_row, transposed, scale, score + t * stride + p, stride);
         if (t < n) scores_of_keys(1, D, q + t * q_row, q_row, transposed, scale, score + t * stride + p, stride);
@@ -166,21 +190,23 @@ static void attend_several(int n, int D, const int *end, const float *q, long q_
     for (int t = 0, rows; t < n; t += rows) {
         rows = n - t < 4 ? n - t : 4;
         for (int i = 0; i < D - D % 32; i += 16) {
-#define WEIGHTED_SUMS(T) weighted_sums(T, D, end + t, score + t * stride, stride, values + i, normalizer + t, y + t * y_row + i, y_row)
+#define WEIGHTED_SUMS(T) \
+    weighted_sums(format, T, D, end + t, score + t * stride, stride, kv_from(format, values, i), normalizer + t, y + t * y_row + i, y_row)
             if (rows == 4) WEIGHTED_SUMS(4);
             else if (rows == 3) WEIGHTED_SUMS(3);
             else if (rows == 2) WEIGHTED_SUMS(2);
             else WEIGHTED_SUMS(1);
         }
-        for (int r = t; r < t + rows; r++) weighted_tail(D, D - D % 32, end[r], score + r * stride, values, normalizer[r], y + r * y_row);
+        for (int r = t; r < t + rows; r++) weighted_tail(format, D, D - D % 32, end[r], score + r * stride, values, normalizer[r], y + r * y_row);
     }
 }
 
 /* Where n rows of several sequences write their keys and values, and what they attend to. Row t belongs to part p = part[t] (see rows.py) and is
- * at position[t] of its sequence, whose keys[p] and values[p] point at (J, capacity[p], D). All positions are below `longest`. */
+ * at position[t] of its sequence, whose keys[p] and values[p] point at (J, capacity[p], D) in format[p]. All positions are below `longest`. */
 typedef struct {
     const int64_t *part, *capacity, *position;
-    float **keys, **values;
+    void **keys, **values;
+    const int32_t *format;
     int64_t longest;
 } KVView;
 
@@ -203,21 +229,26 @@ static void attend_rows(const Attention *a, int t, int last, int h, float *score
     int H = a->H, D = a->D, end[ATTEND_ROWS];
     for (int n; t < last; t += n) {
         long p = view->part[t], head = (long)(h / (H / a->J)) * view->capacity[p] * D;
-        const float *query = a->q + t * a->q_row + (long)h * D, *keys = view->keys[p] + head, *values = view->values[p] + head;
+        int format = view->format[p];
+        const float *query = a->q + t * a->q_row + (long)h * D;
+        const void *keys = kv_from(format, view->keys[p], head), *values = kv_from(format, view->values[p], head);
         float *y = a->out + ((long)t * H + h) * D;
         for (n = 0; t + n < last && view->part[t + n] == p && (!n || view->position[t + n] + 1 > end[n - 1]); n++) end[n] = (int)view->position[t + n] + 1;
-        if (n == 1) attend_one(D, end[0], query, keys, values, score, y);
-        else attend_several(n, D, end, query, a->q_row, keys, values, score, score_stride(a->longest), y, (long)H * D);
+#define ATTEND(FORMAT) \
+    if (n == 1) attend_one(FORMAT, D, end[0], query, keys, values, score, y); \
+    else attend_several(FORMAT, n, D, end, query, a->q_row, keys, values, score, score_stride(a->longest), y, (long)H * D)
+        if (format == BF16) { ATTEND(BF16); }
+        else { ATTEND(FP32); }
     }
 }
 
 /* Row t writes its keys and values of heads first .. last - 1 to the cache. */
 static void write_keys_and_values(const Attention *a, int t, int first, int last) {
-    long part = a->view->part[t], size = a->D * sizeof(float);
+    long part = a->view->part[t];
     for (int j = first; j < last; j++) {
         long offset = (j * a->view->capacity[part] + a->view->position[t]) * a->D;
-        memcpy(a->view->keys[part] + offset, a->k + t * a->k_row + (long)j * a->D, size);
-        memcpy(a->view->values[part] + offset, a->v + t * a->v_row + (long)j * a->D, size);
+        store_kv(a->view->format[part], a->view->keys[part], offset, a->k + t * a->k_row + (long)j * a->D, a->D);
+        store_kv(a->view->format[part], a->view->values[part], offset, a->v + t * a->v_row + (long)j * a->D, a->D);
     }
 }
 
@@ -253,13 +284,13 @@ void attend(int threads, int n, int H, int J, int D, const float *q, const float
 
 /* Kernels.fill_deeper_levels for one token: copies its key and value at `level` of the cache (L, J, capacity, D) to the levels
  * from .. to - 1. */
-void fill_deeper_levels(int J, int D, long capacity, long position, long level, long from, long to, float *keys, float *values) {
-    long level_size = J * capacity * D;
+void fill_deeper_levels(int J, int D, int format, long capacity, long position, long level, long from, long to, void *keys, void *values) {
+    long row = (long)D * weight_size(format), level_size = J * capacity * row;
     for (int j = 0; j < J; j++) {
-        long offset = (j * capacity + position) * D;
+        long offset = (j * capacity + position) * row;
         for (long l = from; l < to; l++) {
-            memcpy(keys + l * level_size + offset, keys + level * level_size + offset, D * sizeof(float));
-            memcpy(values + l * level_size + offset, values + level * level_size + offset, D * sizeof(float));
+            memcpy((char *)keys + l * level_size + offset, (char *)keys + level * level_size + offset, row);
+            memcpy((char *)values + l * level_size + offset, (char *)values + level * level_size + offset, row);
         }
     }
 }

@@ -52,7 +52,7 @@ _SIGNATURES = {
     "embed": [_INT] + [_PTR] * 4,
     "linear": [_INT] * 2 + [_PTR] * 3,
     "silu": [_INT] * 4 + [_PTR] * 2,
-    "fill_deeper_levels": [_INT] * 2 + [_LONG] * 5 + [_PTR] * 2,
+    "fill_deeper_levels": [_INT] * 3 + [_LONG] * 5 + [_PTR] * 2,
     "residual_norm": [_INT] * 4 + [_PTR] * 4 + [ctypes.c_float, _PTR],
     "rms_norm": [_INT] * 3 + [_PTR, _PTR, ctypes.c_float, _PTR],
     "attend": [_INT] * 5 + [_PTR] * 3 + [_LONG] * 3 + [_PTR] * 3,
@@ -92,7 +92,7 @@ class KVView(ctypes.Structure):
     """The struct KVView of attention.c: where rows write keys and values, and what they attend to."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("part", "capacity", "position", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("part", "capacity", "position", "keys", "values", "format")),
         ("longest", ctypes.c_int64),
     )
 
@@ -102,7 +102,7 @@ class KVPointers(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("level_size", "max_levels", "n_levels")),
+        *((name, ctypes.c_int64) for name in ("level_size", "max_levels", "n_levels", "format")),
     )
 
 

@@ -6,8 +6,9 @@
 
 /* Where the keys and values of one layer of one sequence are, (levels, J, capacity, D) each. Loop step k uses level (k - 1) mod max_levels. */
 typedef struct {
-    float *keys, *values;
-    int64_t level_size, max_levels, n_levels; /* level_size in floats; n_levels: how many are allocated and filled */
+    void *keys, *values;
+    int64_t level_size, max_levels, n_levels; /* level_size: numbers in a level; n_levels: how many are allocated and filled */
+    int64_t format;                           /* FP32 or BF16 */
 } KVPointers;
 
 /* The weights of a stage. For a loop group also: state_weight, the half of the input projection that multiplies the state (null: none), and
@@ -30,13 +31,15 @@ typedef struct {
 /* All layers on x (n, C); out may be x. `kv` holds (n_layers, n_parts) pointers; `loop_step` (n_parts,) the loop steps, null for level 0. */
 static void apply_layers(int threads, const StageWeights *s, const RowSet *r, const KVPointers *const *kv, const int64_t *loop_step,
                          const float *x, const float *cos, const float *sin, float *scratch, float *out) {
-    float *keys[r->n_parts], *values[r->n_parts];
-    KVView view = {r->part, r->capacity, r->position, keys, values, r->longest};
+    void *keys[r->n_parts], *values[r->n_parts];
+    int32_t format[r->n_parts];
+    KVView view = {r->part, r->capacity, r->position, keys, values, format, r->longest};
     for (int layer = 0; layer < s->n_layers; layer++, x = out) {
         for (int p = 0; p < r->n_parts; p++) {
             const KVPointers *pointers = kv[layer * r->n_parts + p];
             int64_t offset = loop_step ? (loop_step[p] - 1) % pointers->max_levels * pointers->level_size : 0;
-            keys[p] = pointers->keys + offset, values[p] = pointers->values + offset;
+            offset *= weight_size(format[p] = (int32_t)pointers->format);
+            keys[p] = (char *)pointers->keys + offset, values[p] = (char *)pointers->values + offset;
         }
         const Block *next = layer + 1 < s->n_layers ? s->blocks[layer + 1] : 0;
         block_of_several(threads, r->n, s->blocks[layer], next, layer > 0, x, cos, sin, &view, scratch, out);
@@ -167,8 +170,8 @@ static void fill_exited(const StageWeights *s, const ActiveRows *a, const LoopRo
             int64_t p = a->set.part[t], step = l->loop_step[p];
             const KVPointers *kv = l->kv[layer * a->set.n_parts + p];
             if (step < kv->n_levels)
-                fill_deeper_levels(s->blocks[layer]->J, s->blocks[layer]->D, a->set.capacity[p], a->set.position[t], step - 1, step,
-                                   kv->n_levels, kv->keys, kv->values);
+                fill_deeper_levels(s->blocks[layer]->J, s->blocks[layer]->D, (int)kv->format, a->set.capacity[p], a->set.position[t], step - 1,
+                                   step, kv->n_levels, kv->keys, kv->values);
         }
 }
 

@@ -237,12 +237,14 @@ class NativeKernels(TorchKernels):
         return like.new_empty(shape), like.new_empty(shape), None
 
     def addresses(self, keys: Tensor, values: Tensor) -> tuple[int, int]:
-        return pointer(keys, keys.numel()), pointer(values, values.numel())
+        dtype = torch.bfloat16 if keys.dtype is torch.bfloat16 else torch.float32  # the formats of attention.c
+        return pointer(keys, keys.numel(), dtype), pointer(values, values.numel(), dtype)
 
     def fill_deeper_levels(self, layer_cache: "LayerCache", step: int, positions: "Positions") -> None:
         if not isinstance(positions, int):
             return super().fill_deeper_levels(layer_cache, step, positions)
         J, capacity, D = layer_cache.shape
         level = (step - 1) % layer_cache.max_levels
-        self.library.fill_deeper_levels(J, D, capacity, positions, level, step, layer_cache.n_levels, *layer_cache.addresses)
+        form = layer_cache.kv_pointers.format
+        self.library.fill_deeper_levels(J, D, form, capacity, positions, level, step, layer_cache.n_levels, *layer_cache.addresses)
         return None

@@ -131,7 +131,9 @@ class NativeAttention:
         rows, layer = self.row_kernels, self.layer
         if self._view is None:
             self._keys, self._values = ((ctypes.c_void_p * len(rows.parts))() for _ in range(2))
-            self._view = KVView(*rows.addresses, ctypes.addressof(self._keys), ctypes.addressof(self._values), rows.longest)
+            self._format = (ctypes.c_int32 * len(rows.parts))(*(part.cache.layers[layer].kv_pointers.format for part in rows.parts))
+            arrays = (_address(array) for array in (self._keys, self._values, self._format))
+            self._view = KVView(*rows.addresses, *arrays, rows.longest)
         for i, part in enumerate(rows.parts):
             layer_cache = part.cache.layers[layer]
             self._keys[i], self._values[i] = layer_cache.address(layer_cache.ensure_level(part.cache_step, part.cache.length))

@@ -152,12 +152,13 @@ class TorchRowKernels:
         ):  # adjacent slots at one level: views, no copy
             rows = self._index(range(len(slots)))
             keys, values = (x[slots[0] : slots[0] + len(slots), levels[0]] for x in (slab.keys, slab.values))
-            keys[rows, :, positions], values[rows, :, positions] = k, v
-            keys, values = keys[:, :, :longest], values[:, :, :longest]
+            keys[rows, :, positions], values[rows, :, positions] = k.to(keys.dtype), v.to(keys.dtype)
+            keys, values = keys[:, :, :longest].to(k.dtype), values[:, :, :longest].to(k.dtype)
         else:
             slot, level = self._index(slots), self._index(levels)
-            slab.keys[slot, level, :, positions], slab.values[slot, level, :, positions] = k, v
-            keys, values = slab.keys[slot, level, :, :longest], slab.values[slot, level, :, :longest]
+            dtype = slab.keys.dtype
+            slab.keys[slot, level, :, positions], slab.values[slot, level, :, positions] = k.to(dtype), v.to(dtype)
+            keys, values = (x[slot, level, :, :longest].to(k.dtype) for x in (slab.keys, slab.values))
         mask = self._padding(tuple(row_indices), positions, [part.end for part in parts], q.dtype)
         y = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return y[:, :, 0]
