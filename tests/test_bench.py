@@ -13,7 +13,7 @@ from twoscale.bench.family import ListCache, bench_family, straightforward
 from twoscale.bench.load import bytes_of_a_token
 from twoscale.bench.quantize import loop_error
 from twoscale.bench.shapes import SHAPES, write_folder
-from twoscale.config import presets
+from twoscale.config import UserError, presets
 from twoscale.engine.kernels.quantize import quantize
 from twoscale.model import LoopedGPT
 
@@ -151,6 +151,23 @@ def test_shapes(shape: str, tmp_path: Path) -> None:
     size = write_folder(SHAPES[shape], tmp_path / shape)
     model, _ = twoscale.load(tmp_path / shape, dtype="fp32")
     assert twoscale.load(tmp_path / shape)[0].weight_dtype == "bf16" and size == 2 * sum(p.numel() for p in model.parameters())
+
+
+def test_transformers_computes_the_same(tmp_path: Path) -> None:
+    """Ouro by transformers' operators, which ours is measured against, gives our logits, token after token."""
+    pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
+    from transformers.cache_utils import DynamicCache
+
+    from twoscale.bench.transformers_loop import TransformersOuro
+
+    write_folder(SHAPES["ouro-tiny"], tmp_path / "ouro")
+    write_folder(SHAPES["huginn-tiny"], tmp_path / "huginn")
+    want = twoscale.forward(twoscale.load(tmp_path / "ouro", dtype="fp32")[0], [[3, 9, 27, 5]], loops=3).logits[0]
+    model, cache = TransformersOuro(tmp_path / "ouro", torch.float32, torch.device("cpu")), DynamicCache()
+    got = torch.stack([model(cache, token, i, 3) for i, token in enumerate((3, 9, 27, 5))])
+    assert torch.allclose(got, want, atol=1e-5) and float(want.std()) > 0.1
+    with pytest.raises(UserError, match="no folder of an Ouro"):
+        TransformersOuro(tmp_path / "huginn", torch.float32, torch.device("cpu"))
 
 
 def test_bytes_that_a_token_reads(tmp_path: Path) -> None:

@@ -197,6 +197,11 @@ def test_calibration_of_another_dtype(tmp_path: Path, cli: CommandLine) -> None:
     model, _ = twoscale.load("bundled", dtype="int8")
     with pytest.raises(UserError, match="weights in fp32"):
         twoscale.generate(model, [[1, 2]], 2, exit="auto")
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
+    from twoscale.serve.build import Settings, build_server
+
+    assert "weights in fp32" in build_server(Settings("bundled", "lockstep", dtype="int8"))[1]
+    assert build_server(Settings("bundled", "lockstep"))[1] == "lockstep"
 
 
 def test_without_the_kernels(tmp_path: Path) -> None:

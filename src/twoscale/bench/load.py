@@ -60,6 +60,11 @@ def bench_plain(folder: Path, dtype: str, loops: int, tokens: int, device: torch
     return _in_a_process(_plain, folder, dtype, loops, tokens, device)
 
 
+def bench_transformers(folder: Path, dtype: str, loops: int, tokens: int, device: torch.device) -> LoadBench:
+    """A folder in Ouro's format by transformers' own operators, the whole model in bf16 or fp32."""
+    return _in_a_process(_transformers, folder, dtype, loops, tokens, device)
+
+
 def _in_a_process(work: Callable[..., LoadBench], *args: object) -> LoadBench:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *args).result()
@@ -92,9 +97,21 @@ def _plain(folder: Path, dtype: str, loops: int, tokens: int, device: torch.devi
     started = time.perf_counter()
     model = fill_plain(read_folder(folder), torch.bfloat16 if dtype == "bf16" else torch.float32, device)
     loaded, peak_load, held = time.perf_counter() - started, memory("VmHWM", device), memory("VmRSS", device)
-    cache, seconds = ListCache(), []
-    for i in range(PROMPT + tokens):
-        seconds.append(timed(lambda i=i: straightforward(model, cache, 1 + i, i, loops).argmax().item()))  # type: ignore[misc]
+    cache = ListCache()
+    seconds = [timed(lambda i=i: straightforward(model, cache, 1 + i, i, loops).argmax().item()) for i in range(PROMPT + tokens)]  # type: ignore[misc]
+    return LoadBench(loaded, median(seconds[PROMPT:]), peak_load, held, memory("VmHWM", device))
+
+
+def _transformers(folder: Path, dtype: str, loops: int, tokens: int, device: torch.device) -> LoadBench:
+    from transformers.cache_utils import DynamicCache
+
+    from twoscale.bench.transformers_loop import TransformersOuro
+
+    started = time.perf_counter()
+    model = TransformersOuro(folder, torch.bfloat16 if dtype == "bf16" else torch.float32, device)
+    loaded, peak_load, held = time.perf_counter() - started, memory("VmHWM", device), memory("VmRSS", device)
+    cache = DynamicCache()
+    seconds = [timed(lambda i=i: model(cache, 1 + i, i, loops).argmax().item()) for i in range(PROMPT + tokens)]  # type: ignore[misc]
     return LoadBench(loaded, median(seconds[PROMPT:]), peak_load, held, memory("VmHWM", device))
 
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,7 +31,8 @@ class BenchLoadArgs:
     dtype: tuple[WeightDtype, ...] = ("bf16", "int8", "w8a8")
     """Which dtypes to load it in."""
     plain: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
-    """Beside them: the same architecture by torch's operators in these dtypes; `--plain` alone for none."""
+    """Beside them: the same architecture by torch's operators in these dtypes, and Ouro by transformers' own, where transformers is
+    installed; `--plain` alone for none."""
     loops: int | None = None
     """Loop steps; by default 4 for Ouro and 8 for Huginn."""
     tokens: int = 32
@@ -100,7 +102,7 @@ def quantize(args: BenchQuantizeArgs) -> int:
 
 
 def load(args: BenchLoadArgs) -> int:
-    from twoscale.bench.load import bench_load, bench_plain, kv_bytes
+    from twoscale.bench.load import bench_load, bench_plain, bench_transformers, kv_bytes
     from twoscale.bench.shapes import SHAPES, write_folder
     from twoscale.interop.load import model_config, usable_device
 
@@ -117,11 +119,13 @@ def load(args: BenchLoadArgs) -> int:
             write_folder(SHAPES[args.shape], folder)
         config = model_config(folder)
         print(f"{args.shape}, random weights, {loops} loops, prompt 8, {args.tokens} tokens, one row; each line is a process of its own\n")
-        print(f"{'':<16}{'load':>8}{'held':>10}{'peak':>10}{'a token':>12}{'weights read':>16}{'plain read':>14}{'':>8}")
+        print(f"{'':<20}{'load':>8}{'held':>10}{'peak':>10}{'a token':>12}{'weights read':>16}{'plain read':>14}{'':>8}")
         for dtype in args.dtype:
             print(_line(f"ours, {dtype}", bench_load(folder, dtype, loops, args.tokens, device)))
         for plain in args.plain:
             print(_line(f"torch, {plain}", bench_plain(folder, plain, loops, args.tokens, device)))
+            if args.shape.startswith("ouro") and find_spec("transformers") is not None:
+                print(_line(f"transformers, {plain}", bench_transformers(folder, plain, loops, args.tokens, device)))
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -147,7 +151,7 @@ def kv_dtypes(model: "LoopedGPT", contexts: Sequence[int], loops: int, repeats: 
 
 
 def _line(name: str, r: "LoadBench") -> str:
-    line = f"{name:<16}{r.load_s:6.1f} s{r.held / 1e9:7.2f} GB{r.peak / 1e9:7.2f} GB{r.token_s * 1e3:9.0f} ms"
+    line = f"{name:<20}{r.load_s:6.1f} s{r.held / 1e9:7.2f} GB{r.peak / 1e9:7.2f} GB{r.token_s * 1e3:9.0f} ms"
     if not r.read:
         return line
     speed, plain = r.read / r.token_s / 1e9, r.read / r.plain_read_s / 1e9

@@ -162,7 +162,7 @@ def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibrated: tup
     if rule in (None, "auto") and calibrated is not None and body.tau is None:
         rule, loops = calibrated[0], loops or calibrated[1]
     elif rule == "auto":
-        raise InvalidRequest("this model was not calibrated: name a rule", "exit")
+        raise InvalidRequest(f"this model was not calibrated with weights in {model.weight_dtype}: name a rule", "exit")
     elif rule in (None, "none"):
         if body.tau is not None:
             raise InvalidRequest("tau goes with a rule: name it in exit", "tau")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from twoscale.config import UserError
 from twoscale.config.dtypes import DtypeChoice, KVDtype
+from twoscale.config.run_folder import RunFolder
 from twoscale.engine.policy import choose_policy
 from twoscale.engine.scheduler import Scheduler
 from twoscale.engine.speculation import OFF, Speculation
@@ -43,8 +44,9 @@ def build_server(settings: Settings) -> tuple[Server, str]:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     try:
         calibrated = calibration_for(folder, model.weight_dtype) if model.config.n_groups else None
-    except UserError:
-        calibrated = None
+        uncalibrated = ""
+    except UserError as error:
+        calibrated, uncalibrated = None, f"; no exit=auto: {error}" if RunFolder.of(folder).calibration.exists() else ""
     policy, why = choose_policy(model, settings.max_num_seqs) if settings.policy == "auto" else (settings.policy, settings.policy)
     scheduler = Scheduler(model, policy, max_num_seqs=settings.max_num_seqs, cache_bytes=settings.cache_mb << 20)
     name = name_of(settings.model, folder)
@@ -52,4 +54,4 @@ def build_server(settings: Settings) -> tuple[Server, str]:
         model, tokenizer, name, scheduler, calibrated=calibrated, limits=settings.limits, key=settings.key, speculate=settings.speculate,
         kv_dtype=settings.kv_dtype,
     )  # fmt: skip
-    return server, why
+    return server, why + uncalibrated
