@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, first:
         ctypes.addressof(part), ctypes.addressof(capacity), pointer(positions, n, torch.int64), *map(ctypes.addressof, addresses),
         ctypes.addressof(form), first + n,
     )  # fmt: skip
-    out, scores = torch.empty(n, H, D), empty_floats(2 * 2 * (first + n))
+    out, scores = torch.empty(n, H, D), empty_floats(8 * 2 * (first + n + 7))
     c_library().attend(
         2, n, H, J, D, *(x.data_ptr() for x in (q, k, v)), H * D, J * D, J * D, ctypes.addressof(view), scores.data_ptr(), out.data_ptr()
     )
