@@ -46,6 +46,7 @@ CHEAPER: list[tuple[str, dict[str, str], str]] = [
     ("sweep", SMALL_SWEEP, "minutes"),
     ("trace", {"--loops": "4", "--limit-loops": "6", "--sequences": "1"}, "a minute for all checkpoints"),
     ("bench decode --dtype", {"--preset": "nano", "--contexts": "8", "--loops": "2", "--repeats": "1"}, "a minute, at the paper's size"),
+    ("bench decode --kv-dtype", {"--preset": "nano", "--contexts": "8", "--loops": "2", "--repeats": "1"}, "a minute, at the paper's size"),
     ("bench load", {"--shape": "ouro-tiny", "--tokens": "1", "--dtype": "int8", "--plain": "bf16"}, "gigabytes"),
     ("bench quantize", {"--windows": "2", "--loops": "2", "--dtype": "int8"}, "minutes"),
     ("bench serve", {"--preset": "nano", "--rounds": "1", "--seconds": "0.5", "--clients": "2"}, "minutes, at the paper's size"),
