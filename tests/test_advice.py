@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from constructed import DEFAULT, FULL, HEADER, a_calibration, a_point, a_setting, a_sweep, an_old_calibration
-from twoscale.report.advice import in_a_sentence, recommend, sample_words, saving
+from twoscale.report.advice import in_a_sentence, recommend, sample_words, saving, why_not_others
 from twoscale.report.words import calibration_sentences
 from twoscale.tradeoff.choice import below, choose
 from twoscale.tradeoff.summary import Sweep
@@ -54,6 +54,22 @@ def test_fixed_depths_are_compared_by_their_work() -> None:
     assert "in time fixed:10 and the rule cannot be told apart" in words
     noisy = [a_point("fixed:4", (7.2, 8.4, 8.8), 4.0), a_point("fixed:6", (6.9, 7.5, 7.8), 6.0)]
     assert recommend(a_sweep(*noisy))[0].startswith("Use fixed:4: 8.40 [7.20, 8.80]")
+
+
+def test_fewer_loops_must_win_something() -> None:
+    """Fewer loops whose time is not shown to be shorter are recommended only if their loss is not shown to be higher than that of the
+    default depth, by the paired interval; the page says why they are not."""
+    near = a_point("fixed:10", (10.5, 11.5, 12.0), 10.0, 0.004, default_dce=0.003, default_dce_low=-0.001, default_dce_high=0.006)
+    worse = near | {"default_dce_low": 0.001}
+    faster = worse | {"ms": 11.0, "ms_high": 11.8}
+    assert [choose(a_sweep(p)).pick["id"] for p in (near, worse, faster)] == ["fixed:10", "fixed:12", "fixed:10"]
+    assert "it is the default of 12 loops, and nothing that keeps CE" in in_a_sentence(a_sweep(worse))
+    why = why_not_others(a_sweep(worse | {"ce": 1.9}))
+    assert "It is not recommended: against the default depth its loss is higher, by +0.0030 [+0.0010, +0.0060] nats, and its time" in why
+    much = a_point("fixed:4", (3.8, 4.0, 4.2), 4.0, 0.004, default_dce=0.003, default_dce_low=0.001, default_dce_high=0.006)
+    assert choose(a_sweep(worse, much)).pick is much, "less time is worth a loss within the limit"
+    lost = DEFAULT | {"dce_high": 0.02}
+    assert choose(Sweep(HEADER, [FULL, lost, worse], 3)).pick is worse, "a default that does not keep CE is no measure"
 
 
 def test_ties_with_the_default() -> None:
@@ -308,5 +324,6 @@ def test_a_certificate_beside_other_text(dce: float, words: str) -> None:
     side_of = words.partition("nats, ")[2][:-1]
     paragraph = recommend(certified_sweep(), found)[1]
     assert f"On the report part, which is other documents, its dCE is {side_of.replace('the limit', 'that limit')}." in paragraph
-    bound = a_calibration(calibrated=a_setting(5.41, dce=dce)) | {"bound": 0.005}
-    assert side_of.replace("the limit", "the bound") in calibration_sentences(bound, 12)[1]
+    assert side_of in calibration_sentences(a_calibration(calibrated=a_setting(5.41, dce=dce)), 12)[1], "the same limit again"
+    fast = a_calibration(calibrated=a_setting(5.41, dce=dce)) | {"goal": {"min_speedup": 2.0}, "bound": 0.005}
+    assert side_of.replace("the limit", "the bound") in calibration_sentences(fast, 12)[1], "a goal without a limit has a bound alone"

@@ -91,6 +91,8 @@ def test_controls(letter: str, passes: dict[str, Any]) -> None:
         (a_record(), "undecided"),  # nothing has changed
         (a_record((None, 0.1), steady=3), "undecided"),
         (a_record((0.1, 0.1), (None, 0.01), steady=3), "undecided"),
+        (a_record((0.1, 0.1), (0.2, 0.05), steady=7), "undecided"),  # k is no measure where the cosine has no steady value
+        (a_record((0.3, 0.3), (0.2, 0.2), steady=3), "refuted"),  # by the share alone
     ],
 )
 def test_claim_c(after: dict[str, Any], outcome: str) -> None:
@@ -99,6 +101,20 @@ def test_claim_c(after: dict[str, Any], outcome: str) -> None:
     lead = "training step 10, then 100: group 1 (layer 4): share 20 %, then "
     assert found.outcome == outcome and found.measured.startswith(lead), found
     assert claim("c", a_record(step=0), after).measured.startswith("only one measurement")
+
+
+def test_claim_c_says_where_k_is_not_defined() -> None:
+    """The loop step from which on a value is kept is told only where claim (b) finds one at both ends of training."""
+    moving = {"cosines": (0.2, 0.05)}
+    assert (
+        "group 1 (layer 4): share 20 %, then 20 %; k not defined (no steady value at the last)"
+        in claim("c", a_record(step=10), a_record(**moving)).measured
+    )
+    assert (
+        "(no steady value at the first). group 2 (layers 5-6): share 20 %, then 20 %; k 5, then 5"
+        in claim("c", a_record(step=10, **moving), a_record()).measured
+    )
+    assert "(no steady value at either)" in claim("c", a_record(step=10, **moving), a_record(**moving)).measured
 
 
 def test_claim_c_names_different_texts() -> None:

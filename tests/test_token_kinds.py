@@ -60,6 +60,14 @@ def test_words() -> None:
     """The sentence names two kinds only where their intervals lie apart, and any two that do, not the ends alone."""
     rows = [{"kind": "name", "steps": 5.0, "low": 4.5, "high": 5.5}, {"kind": "space", "steps": 4.0, "low": 3.6, "high": 4.4}]
     assert kind_words(rows, "kl:0.1") == "kl:0.1: most steps name (5.00 [4.50, 5.50]), fewest space (4.00 [3.60, 4.40])"
+    third = {"kind": "number", "steps": 4.6, "low": 4.42, "high": 4.49}
+    assert kind_words([rows[0], third, rows[1]], "a:1") == "a:1: most steps name (5.00 [4.50, 5.50]), fewest space (4.00 [3.60, 4.40])"
+    near_top, near_end = third | {"high": 4.5}, third | {"low": 4.4}
+    few = "a:1: fewest steps space (4.00 [3.60, 4.40]); which kind takes most is not told apart"
+    most = "a:1: most steps name (5.00 [4.50, 5.50]); which kind takes fewest is not told apart"
+    assert kind_words([rows[0], near_top, rows[1]], "a:1") == few and kind_words([rows[0], near_end, rows[1]], "a:1") == most
+    both = kind_words([rows[0], third | {"low": 4.4, "high": 4.5}, rows[1]], "a:1")
+    assert both == "a:1: name (5.00 [4.50, 5.50]) takes more steps than space (4.00 [3.60, 4.40])"
     wide = {"kind": "number", "steps": 5.2, "low": 3.0, "high": 7.0}
     assert kind_words([wide, *rows], "kl:0.1") == "kl:0.1: name (5.00 [4.50, 5.50]) takes more steps than space (4.00 [3.60, 4.40])"
     assert kind_words([rows[0], rows[1] | {"high": 4.5}], "kl:0.1") == "kl:0.1: no kind of token is shown to take more steps than another"

@@ -44,7 +44,20 @@ def test_a_point_that_failed_the_test() -> None:
         "the certify part and not certified to 0.005 nats: there its upper bound, at 98.33 %, is 0.0062."
     )
     two = why_not_others(certified_sweep(left("fixed:4", setting=4.0), left("step-norm:1.0") | {"ms": 4.5}), a_calibration())
-    assert "those of the loss). So does 1 other setting, at a higher cost. It is not recommended: it was tested" in two
+    assert two.startswith(words) and " step-norm:1.0 (4.50" in two
+    assert two.endswith(
+        ") lies there too, and is not recommended: the calibration, which tests fixed depths and thresholds of acceleration, did not test "
+        "it."
+    )
+    more = why_not_others(certified_sweep(*(left(f"kl:{tau}") for tau in range(5))), a_calibration())
+    assert more.count("not recommended") == 3 and more.endswith(" 2 other settings lie there too.")
+    fixed, rule = certified_sweep().points[2:]
+    paired = [
+        left("fixed:4", setting=4.0, default_dce_low=-0.003, default_dce_high=-0.002),
+        fixed | {"default_dce_low": 0.001, "default_dce_high": 0.002},
+    ]
+    sweep = Sweep(HEADER, [FULL, DEFAULT, *paired, rule], 3)
+    assert "; the intervals of time overlap)." in why_not_others(sweep, a_calibration()), "the paired losses lie apart"
     apart_ = a_point("fixed:4", (3.9, 4.0, 4.1), 4.0, -0.02, setting=4.0)
     assert "; the intervals lie apart)." in why_not_others(certified_sweep(apart_), a_calibration())
     assert why_not_others(certified_sweep(), a_calibration()) == "" == why_not_others(Sweep(HEADER, [], 0))

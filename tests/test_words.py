@@ -143,12 +143,13 @@ def printed(**changes: Any) -> str:
 def test_calibration_compares_what_was_certified_alike() -> None:
     """The result stands beside a single threshold and a fixed depth certified to the same limit: fewer, more, or no difference, by the
     paired interval; of two equals the fixed depth is the simpler choice."""
-    lead = "A single threshold for all groups certified to the same limit of 0.005 nats (acceleration:3.0) takes 5.47 steps, dCE +0.0010: "
+    limit = "certified to the same limit of 0.005 nats"
+    lead = f"A single threshold for all groups {limit} (acceleration:3.0; upper bound 0.0020) takes 5.47 steps, dCE +0.0010: "
     assert f"{lead}no difference in steps (-0.060 [-0.160, +0.040] steps)." in printed()
     assert f"{lead}the calibrated thresholds take fewer (-0.060 [-0.070, -0.050] steps)." in printed(d_single=apart(-0.06, 0.01))
     assert f"{lead}the calibrated thresholds take more (+0.060 [+0.050, +0.070] steps)." in printed(d_single=apart(0.06, 0.01))
     assert "30.00 steps" not in printed() and "all loops" not in printed()
-    lead = "A fixed depth for all tokens certified to the same limit of 0.005 nats (fixed:5) takes 5.00 steps, dCE +0.0010: "
+    lead = f"A fixed depth for all tokens {limit} (fixed:5; upper bound 0.0040) takes 5.00 steps, dCE +0.0010: "
     assert (
         f"{lead}the calibrated thresholds take more (+0.410 [+0.310, +0.510] steps); by steps the fixed depth is the better choice."
         in printed()
@@ -196,7 +197,9 @@ def test_calibration_says_what_it_could_not_certify() -> None:
         "Certified on 900 tokens (11 documents) from the certify part of the held-out text of builtin: the loss lies no more than "
     )
     assert (
-        "than 0.0031 nats a token above the loss at 30 loops (confidence 95 % for all that was certified together)." in printed()
+        "than the limit of 0.005 nats a token above the loss at 30 loops (confidence 95 % for all that was certified together); the test's "
+        "upper bound was 0.0031."
+        in printed()
         and "over all" not in printed()
     )
     assert "On 800 tokens (10 documents) from the report part of the held-out text of builtin, which neither" in printed()

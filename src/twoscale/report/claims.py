@@ -131,8 +131,8 @@ def _training(records: Sequence[Record]) -> Claim:
     trained = [r for r in records if r["step"] > 0]
     rule = (
         "From the first measurement after training began to the last: the share of claim (a), and the loop step k from which on the cosine "
-        f"stays within {STEADY:.2f} of the steady value of claim (b). Confirmed when both fall in every group, refuted when either rises "
-        "in every group."
+        f"stays within {STEADY:.2f} of the steady value of claim (b); k counts only where the rule of (b) finds such a value both times. "
+        "Confirmed when both fall in every group, refuted when either rises in every group."
     )
     text = "Both, the decay of (a) and the steadiness of (b), strengthen with training."
     if len(trained) < 2:
@@ -146,9 +146,13 @@ def _training(records: Sequence[Record]) -> Claim:
         if before is not None and after is not None:
             decays.append(after - before)
         cos_a, cos_b = cosine_level(a), cosine_level(b)
-        if cos_a is not None and cos_b is not None:
+        if cos_a is None or cos_b is None:
+            shown = "k not measurable"
+        elif cos_a.away > STEADY or cos_b.away > STEADY:
+            shown = f"k not defined (no steady value {_when(cos_a.away > STEADY, cos_b.away > STEADY)})"
+        else:
             levels.append(cos_b.reached - cos_a.reached)
-        shown = f"k {cos_a.reached}, then {cos_b.reached}" if cos_a and cos_b else "k not measurable"
+            shown = f"k {cos_a.reached}, then {cos_b.reached}"
         parts.append(f"{group_label(i, b['name'])}: share {_percent(before)}, then {_percent(after)}; {shown}")
     n = len(last["groups"])
     outcome: Outcome = "undecided"
@@ -158,6 +162,10 @@ def _training(records: Sequence[Record]) -> Claim:
         outcome = "refuted"
     measured = f"training step {first['step']}, then {last['step']}: " + ". ".join(parts)
     return Claim("c", text, rule, measured + _different_texts(first, last), outcome)
+
+
+def _when(at_first: bool, at_last: bool) -> str:
+    return "at either" if at_first and at_last else f"at the {'first' if at_first else 'last'}"
 
 
 def _different_texts(first: Record, last: Record) -> str:

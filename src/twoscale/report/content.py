@@ -81,8 +81,8 @@ SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
     ("agreement", "How often the most likely next token is that of the full run."),
     (
         "Pareto front",
-        "Settings that no other, oracles aside, beats in both cost (`flops` or `ms`) and CE; differences of CE that are too small to be "
-        "printed do not count.",
+        "Settings for which no cheaper one (by `flops` or by `ms`), oracles aside, has as low a CE; values that are printed alike count as "
+        "equal.",
     ),
 )
 DEPTH_GLOSSARY: tuple[tuple[str, str], ...] = (

@@ -57,7 +57,7 @@ def _faster(sweep: Sweep) -> Claim:
 
 
 def _kl(sweep: Sweep) -> Claim:
-    text = "KL keeps CE but is slower (the paper: because of the head; that cause is not tested here)."
+    text = "KL keeps CE but is slower than as many steps without it (the paper: because of the head; that cause is not tested here)."
     rule = (
         f"The rise of CE at the paper's four thresholds, and ms a token at 1e-3 beside what as many steps take without a rule "
         f"(interpolated between the two fixed depths next to it, both intervals included). Confirmed when no rise is above {FLAT} nats and "

@@ -82,13 +82,21 @@ def kind_sentences(sweep: Sweep) -> str:
 
 
 def kind_words(rows: Sequence[dict[str, Any]], rule: str) -> str:
-    """Whether kinds differ under a rule, in a sentence that follows from the intervals; `rows` come with the most steps first. Where the
-    two ends cannot be told apart, the two kinds whose intervals lie farthest apart are named, if any do."""
+    """Whether kinds differ under a rule, in a sentence that follows from the intervals; `rows` come with the most steps first. A kind has
+    the most (fewest) steps only if its interval lies above (below) that of every other kind. Where the two ends cannot be told apart, the
+    two kinds whose intervals lie farthest apart are named, if any do."""
     most, fewest = max(((a, b) for a in rows for b in rows if a is not b), key=lambda pair: pair[0]["low"] - pair[1]["high"])
-    ends = rows[0]["low"] > rows[-1]["high"]
-    if ends:
+    if rows[0]["low"] > rows[-1]["high"]:
         most, fewest = rows[0], rows[-1]
     elif most["low"] <= fewest["high"]:
         return f"{rule}: no kind of token is shown to take more steps than another"
     name, other = (f"{row['kind']} ({row['steps']:.2f} [{row['low']:.2f}, {row['high']:.2f}])" for row in (most, fewest))
-    return f"{rule}: most steps {name}, fewest {other}" if ends else f"{rule}: {name} takes more steps than {other}"
+    above_all = all(most["low"] > row["high"] for row in rows if row is not most)
+    below_all = all(fewest["high"] < row["low"] for row in rows if row is not fewest)
+    if above_all and below_all:
+        return f"{rule}: most steps {name}, fewest {other}"
+    if above_all:
+        return f"{rule}: most steps {name}; which kind takes fewest is not told apart"
+    if below_all:
+        return f"{rule}: fewest steps {other}; which kind takes most is not told apart"
+    return f"{rule}: {name} takes more steps than {other}"

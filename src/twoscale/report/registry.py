@@ -191,9 +191,9 @@ FIGURES: tuple[FigureEntry, ...] = (
         "The trade-off",
         "Loss against cost, every rule beside fixed depths, random exits with the mean steps of a rule, and two oracles that see the "
         "labels: the first (stays within eps) with one depth for all groups, the second (loss + price x steps) with any of some forty "
-        "combinations of depths. Both as run, where tokens also see their neighbours at other depths. Circled (Pareto front): no other "
-        "setting, oracles aside, has both a lower cost and a lower loss; a loss that is lower by less than half of the last printed digit "
-        f"({PRINTED:.5f} nats) counts as equal. FLOPs and times include a rule's own looks; a random exit's time includes "
+        "combinations of depths. Both as run, where tokens also see their neighbours at other depths. Circled (Pareto front): no "
+        "cheaper setting, oracles aside, has as low a loss; losses that differ by less than half of the last printed digit "
+        f"({PRINTED:.5f} nats) count as equal. FLOPs and times include a rule's own looks; a random exit's time includes "
         "drawing its depths.",
         print=tradeoff_figures.tradeoff,
         page=tradeoff_panels.tradeoff,

@@ -8,33 +8,53 @@ from collections.abc import Mapping
 from typing import Any
 
 from twoscale.config.words import MARGIN, plural
-from twoscale.report.words import cost_words, rise
-from twoscale.tradeoff.choice import FIXED, FLAT, Choice, Point, below, lower_and_left, name_of, overlap
+from twoscale.report.words import between, cost_words, rise
+from twoscale.tradeoff.choice import FIXED, FLAT, Choice, Point, below, default_point, lower_and_left, name_of, overlap, shown_higher
 from twoscale.tradeoff.summary import Sweep, settings_tested
+
+NAMED = 3  # settings that are named with the reason; more are counted
 
 
 def beside_the_pick(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice) -> str:
-    """The best setting of the picture that lies lower and further left than the recommended one, and why it is not recommended; empty
-    where there is none."""
+    """The settings of the picture that lie lower and further left than the recommended one, cheapest first, and why they are not
+    recommended; empty where there is none."""
     found = lower_and_left(sweep, choice.pick)
     if not found:
         return ""
-    best, loops, pick = found[0], sweep.header["loops"], name_of(choice.pick, sweep.header["loops"])
-    others = (
-        f" So {'does' if len(found) == 2 else 'do'} {plural(len(found) - 1, 'other setting')}, at a higher cost." if len(found) > 1 else ""
-    )
-    where = f"{cost_words(best, sweep.cost)}, dCE {rise(best)} on the sweep's {plural(sweep.header['tokens'], 'token')}"
-    lead = f"In the picture {name_of(best, loops)} lies lower and further left than {pick} ({where}; {_apart(sweep, best, choice.pick)})."
-    return f"{lead}{others} It is not recommended: {reason(sweep, calibration, choice, best)}."
+    loops, pick = sweep.header["loops"], name_of(choice.pick, sweep.header["loops"])
+    sentences: list[str] = []
+    for point in found[:NAMED]:
+        where = f"{cost_words(point, sweep.cost)}, dCE {rise(point)} on the sweep's {plural(sweep.header['tokens'], 'token')}"
+        name, why = name_of(point, loops), reason(sweep, calibration, choice, point)
+        details = f"({where}; {_apart(sweep, point, choice.pick)})"
+        if sentences:
+            sentences.append(f"{name} {details} lies there too, and is not recommended: {why}.")
+        else:
+            sentences.append(f"In the picture {name} lies lower and further left than {pick} {details}. It is not recommended: {why}.")
+    if len(found) > NAMED:
+        sentences.append(f"{plural(len(found) - NAMED, 'other setting')} {'lies' if len(found) == NAMED + 1 else 'lie'} there too.")
+    return " ".join(sentences)
 
 
 def _apart(sweep: Sweep, point: Point, pick: Point) -> str:
-    """Whether the intervals of loss and cost overlap."""
+    """Whether the intervals of loss and cost overlap. Losses against the full run and against the default depth are paired by document;
+    where either tells two settings apart, they are apart."""
     what = "time" if sweep.cost == "ms" else "FLOPs"
-    both = [name for name, key in ((what, sweep.cost), ("loss", "dce")) if overlap(point, pick, key)]
+    together = {what: overlap(point, pick, sweep.cost), "loss": overlap(point, pick, "dce") and not _apart_by_default(sweep, point, pick)}
+    both = [name for name, overlaps in together.items() if overlaps]
     if len(both) == 2:
         return f"the intervals of {what} overlap, and so do those of the loss"
     return f"the intervals of {both[0]} overlap" if both else "the intervals lie apart"
+
+
+def _apart_by_default(sweep: Sweep, a: Point, b: Point) -> bool:
+    """Whether the losses of two points against the default depth lie apart; that of the default depth itself is zero."""
+    base = default_point(sweep)
+    ends = [(0.0, 0.0) if p is base else (p.get("default_dce_low"), p.get("default_dce_high")) for p in (a, b)]
+    (a_low, a_high), (b_low, b_high) = ends
+    if a_low is None or a_high is None or b_low is None or b_high is None:
+        return False
+    return bool(a_high < b_low or b_high < a_low)
 
 
 def reason(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Choice, point: Point) -> str:
@@ -50,6 +70,9 @@ def _by_flops(sweep: Sweep, choice: Choice, point: Point) -> str:
     lead = "fixed depths are compared by counted FLOPs, which do not vary from round to round"
     if point["flops"] >= choice.fixed["flops"]:
         return f"{lead}, and {fixed} takes fewer"
+    if choice.fixed is default_point(sweep) and shown_higher(point):
+        higher = between(point, "default_dce")
+        return f"against the default depth its loss is higher, by {higher} nats, and its time is not shorter by whole intervals"
     return f"{lead}; it takes less than {100 * MARGIN:.0f} % fewer than {fixed}, and a tie goes to the default depth"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twoscale.config.words import MARGIN, UNITS, all_loops, plural, text_words
+from twoscale.tradeoff.summary import settings_tested
 
 FEWEST = 4  # documents (or pieces, or windows); an interval over fewer is not used
 DIGITS = {"steps": 3, "ce": 4}  # of a printed difference
@@ -170,7 +171,9 @@ def calibration_sentences(found: Mapping[str, Any], mean_loops: int | None) -> l
     mine = r["calibrated"]
     sentences = [_bound_words(found)]
     certified = any(found["rules"]) and math.isfinite(found["bound"])
-    check = f", {beside_limit(mine, found['bound'], 'the bound')}" if certified and "dce_low" in mine else ""
+    limit = found["goal"].get("max_dce")
+    bound, name = (found["bound"], "the bound") if limit is None else (limit, "the limit")
+    check = f", {beside_limit(mine, bound, name)}" if certified and "dce_low" in mine else ""
     risen = f", dCE {rise(mine)} nats against {all_loops(found['loops'])}" if any(found["rules"]) else ""
     sentences.append(
         f"On {calibration_text(found, 'report')}, which neither fitting nor certifying has seen: {mine['mean_steps']:.2f} steps, "
@@ -196,10 +199,11 @@ def _bound_words(found: Mapping[str, Any]) -> str:
         return "No setting could be certified, so every group runs all its loops: ask for less, or hold out more text."
     if not math.isfinite(found["bound"]):
         return f"No bound can be given: {calibration_text(found, 'certify')} is too little."
-    return (
-        f"Certified on {calibration_text(found, 'certify')}: the loss lies no more than {found['bound']:.4f} nats a token above the loss "
-        f"at {plural(found['loops'], 'loop')} ({confidence(found)})."
-    )
+    limit, where = found["goal"].get("max_dce"), f"above the loss at {plural(found['loops'], 'loop')} ({confidence(found)})"
+    lead = f"Certified on {calibration_text(found, 'certify')}: the loss lies no more than"
+    if limit is None:
+        return f"{lead} {found['bound']:.4f} nats a token {where}."
+    return f"{lead} the limit of {limit:g} nats a token {where}; the test's upper bound was {found['bound']:.4f}."
 
 
 def confidence(found: Mapping[str, Any]) -> str:
@@ -257,7 +261,9 @@ def _rival_words(found: Mapping[str, Any], name: str) -> str:
         return f"No {kind} was {way}: this file is of an older version, calibrate again to compare."
     if other["rule"] is None:
         return f"No {kind} could be {way}." if any(found["rules"]) else ""
-    lead = f"A {kind} {way} ({other['rule']}) takes {other['mean_steps']:.2f} steps, dCE {signed(other['dce'])}:"
+    test = next((t for t in settings_tested(found, name) or () if t["rule"] == other["rule"]), None)
+    bound = f"; upper bound {test['bound']:.4f}" if test is not None and limit is not None else ""
+    lead = f"A {kind} {way} ({other['rule']}{bound}) takes {other['mean_steps']:.2f} steps, dCE {signed(other['dce'])}:"
     difference, key = _difference(found, name), "steps" if limit is not None else "ce"
     if difference is None or key not in difference:
         return f"{lead} no paired interval was recorded, so which of the two is better is open."

@@ -3,7 +3,7 @@
 Where a calibration certified a fixed depth or thresholds to a limit on the loss, the choice is among these. Otherwise it is among the
 settings whose CE rises by no more than FLAT on the sweep's own text. Fixed depths are compared by counted FLOPs, which are exact: fewer
 loops are a part of the work of more, however times vary. A rule is recommended only where it costs less than the fixed depth, by whole
-intervals, and the default depth is kept where nothing costs less than it.
+intervals. The default depth is kept where nothing costs less than it, and where fewer loops have a higher loss and no shorter time.
 """
 
 from collections.abc import Mapping
@@ -40,13 +40,24 @@ def choose(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> Choice
 
 
 def choose_swept(sweep: Sweep) -> Choice:
-    """The choice on the sweep's text: the cheapest fixed depth that keeps CE (a tie goes to the default), or a rule that costs less."""
-    fixed = sweep.cheapest(FIXED, FLAT)
-    assert fixed is not None
-    base, rule = default_point(sweep), _best_rule(sweep, fixed)
-    if base["dce_high"] <= FLAT and not below(fixed, base, "flops") and not (rule is not None and below(rule, base, sweep.cost)):
-        fixed = base
-    return _chosen(fixed, rule, sweep.cost, certified=False)
+    """The choice on the sweep's text: the cheapest fixed depth that keeps CE and is better than the default depth, which is kept
+    otherwise; or a rule that costs less."""
+    base, kept = default_point(sweep), [p for p in sweep.points if p["family"] in FIXED and p["dce_high"] <= FLAT]
+    if base["dce_high"] <= FLAT:
+        kept = [p for p in kept if p is base or better_than_default(p, base, sweep.cost)]
+    fixed = min(kept, key=lambda p: float(p["flops"]))
+    return _chosen(fixed, _best_rule(sweep, fixed), sweep.cost, certified=False)
+
+
+def better_than_default(point: Point, base: Point, cost: str) -> bool:
+    """Whether a fixed depth is worth leaving the default one for: it costs less, or it takes fewer FLOPs and its loss, paired with the
+    default depth's, is not shown to be higher."""
+    return below(point, base, cost) or (below(point, base, "flops") and not shown_higher(point))
+
+
+def shown_higher(point: Point) -> bool:
+    """Whether the loss of a point is higher than the default depth's by the whole paired interval."""
+    return bool(point.get("default_dce_low", 0.0) > 0)
 
 
 def below(a: Point, b: Point, cost: str) -> bool:
