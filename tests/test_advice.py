@@ -64,6 +64,11 @@ def test_fewer_loops_must_win_something() -> None:
     faster = worse | {"ms": 11.0, "ms_high": 11.8}
     assert [choose(a_sweep(p)).pick["id"] for p in (near, worse, faster)] == ["fixed:10", "fixed:12", "fixed:10"]
     assert "it is the default of 12 loops, and nothing that keeps CE" in in_a_sentence(a_sweep(worse))
+    passed = (
+        "fixed:10 keeps CE within 0.01 nats with 17 % fewer FLOPs, but against the default depth its loss is higher, by +0.0030 [+0.0010, "
+    )
+    assert passed in why_not_others(a_sweep(worse)) and passed in recommend(a_sweep(worse))[1]
+    assert "keeps CE within 0.01 nats with" not in why_not_others(a_sweep(near)) + why_not_others(a_sweep(faster))
     why = why_not_others(a_sweep(worse | {"ce": 1.9}))
     assert "It is not recommended: against the default depth its loss is higher, by +0.0030 [+0.0010, +0.0060] nats, and its time" in why
     much = a_point("fixed:4", (3.8, 4.0, 4.2), 4.0, 0.004, default_dce=0.003, default_dce_low=0.001, default_dce_high=0.006)
@@ -289,12 +294,12 @@ def test_one_sentence_says_what_is_saved() -> None:
     assert words == (
         "Use 4 loops for every token (`--loops 4`): 67 % less time (66 to 68 %) than the default of 12 loops (4.00 [3.90, 4.10] ms a token "
         "against "
-        "12.0 [11.9, 12.1] ms a token); the loss changes by 0.0000 [-0.0010, +0.0010] nats against all 30 loops (on the 6,144 tokens that "
-        "it was chosen on; not certified)."
+        "12.0 [11.9, 12.1] ms a token); dCE 0.0000 [-0.0010, +0.0010] nats, no measurable change, against all 30 loops (on the 6,144 tokens "
+        "that it was chosen on; not certified)."
     )
     noisy = four | {"ms_high": 12.0}
     tied = in_a_sentence(a_sweep(noisy))
-    assert "(`--loops 4`): no measurable difference in time from the default of 12 loops, 67 % fewer FLOPs; the loss" in tied
+    assert "(`--loops 4`): no measurable difference in time from the default of 12 loops, 67 % fewer FLOPs; dCE" in tied
     alone = in_a_sentence(Sweep(HEADER, [FULL, DEFAULT | {"setting": 12.0}], 3))
     assert (
         "(`--loops 12`): it is the default of 12 loops, and nothing that keeps CE within 0.01 nats by its whole interval costs less time;"

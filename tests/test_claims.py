@@ -180,7 +180,7 @@ def test_claim_e() -> None:
     name = "acceleration:0.01"
     found = exit_claim("e")
     assert (
-        found.outcome == "confirmed" and "580.0 to 360.0 ms a token (0.62 [0.59, 0.65]; paper 0.62), 28.0 to 16.0 steps" in found.measured
+        found.outcome == "confirmed" and "580.00 to 360.00 ms a token (0.62 [0.59, 0.65]; paper 0.62), 28.0 to 16.0 steps" in found.measured
     )
     assert exit_claim("e", **{name: fast(440.0, 456.0)}).outcome == "confirmed"  # 456 / 570 = 0.80
     assert exit_claim("e", **{name: fast(440.0, 457.0)}).outcome == "undecided"

@@ -150,7 +150,7 @@ def _shipped_stage() -> int:
     assert swept is not None
     machine = ", ".join(filter(None, (swept.header.get("cpu"), plural(swept.header["threads"], "thread"))))
     points = plural(len(swept.points), "point")
-    say(f"{points} and all else came with the model, times are of {machine}; `twoscale sweep bundled` measures here")
+    say(f"{points} and all else came with the model, times are of {machine}; the report says how to measure here")
     return 0
 
 

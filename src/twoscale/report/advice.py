@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from twoscale.config.words import MARGIN, UNITS, all_loops, plural
-from twoscale.report.why_not import alone_words, beside_the_pick
+from twoscale.report.why_not import alone_words, beside_the_pick, fewer_loops
 from twoscale.report.words import (
     beside_limit,
     between,
@@ -112,7 +112,13 @@ def in_a_sentence(sweep: Sweep, calibration: Mapping[str, Any] | None = None) ->
 def why_not_others(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> str:
     """For the top of a page: the setting of the picture that looks better than the recommended one, and why it is not; or nothing."""
     choice = choose(sweep, calibration)
-    return "" if choice is None else beside_the_pick(sweep, calibration if choice.certified else None, choice)
+    if choice is None:
+        return ""
+    words = (
+        beside_the_pick(sweep, calibration if choice.certified else None, choice),
+        "" if choice.certified else fewer_loops(sweep, choice),
+    )
+    return " ".join(filter(None, words))
 
 
 def _cost_in_loss(sweep: Sweep, choice: Choice, calibration: Mapping[str, Any] | None) -> str:
@@ -123,7 +129,8 @@ def _cost_in_loss(sweep: Sweep, choice: Choice, calibration: Mapping[str, Any] |
         return ""
     if not choice.certified or calibration is None:
         where = f"on the {plural(sweep.header['tokens'], 'token')} that it was chosen on; not certified"
-        return f"; the loss changes by {rise(pick)} nats against {all_loops(loops)}{_beside_default(sweep, pick, None)} ({where})"
+        level = ", no measurable change," if pick["dce_low"] <= 0 <= pick["dce_high"] else ""
+        return f"; dCE {rise(pick)} nats{level} against {all_loops(loops)}{_beside_default(sweep, pick, None)} ({where})"
     limit, found = calibration["goal"]["max_dce"], _reported(pick, calibration)
     bound = f"; the loss is certified to lie no more than {limit:g} nats above that of {all_loops(loops)}"
     if found is None:
@@ -179,13 +186,14 @@ def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Ch
         f"For this model use {described[id(choice.pick)]}. Compared are settings whose CE rises by no more than {FLAT} nats on the sweep's "
         f"text, by the whole interval.",
         _rivals(sweep, choice, described),
+        fewer_loops(sweep, choice),
         "The choice was made among many settings on the text that it is reported on, which flatters it a little.",
     ]
     if calibration is None:
         words.append("It is not certified: `twoscale calibrate` certifies a setting on text of its own.")
     else:
         words.append(f"It is not certified: {why_not_certified(sweep, calibration)}.")
-    return f"Use {described[id(choice.pick)]}; chosen on these tokens, not certified.", [words[0], " ".join(words[1:])]
+    return f"Use {described[id(choice.pick)]}; chosen on these tokens, not certified.", [words[0], " ".join(filter(None, words[1:]))]
 
 
 def _certified_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice) -> tuple[str, list[str]]:

@@ -212,4 +212,4 @@ def boundary_label(b: int, boundary: Record) -> str:
 def _percent(share: float | None) -> str:
     if share is None:
         return "not measured"
-    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.2g} %"

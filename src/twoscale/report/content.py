@@ -37,7 +37,8 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ),
     (
         "Muon, AdamW",
-        "Optimizers. Muon orthogonalises the momentum of each weight matrix; it shapes the geometry, so every figure names it.",
+        "Optimizers. Muon orthogonalises the momentum of each weight matrix; it shapes the geometry, so the "
+        "printed figures of the geometry name it.",
     ),
     ("builtin", "Text that needs no download: the language reference and the docstrings that ship with Python."),
     (
@@ -81,8 +82,8 @@ SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
     ("agreement", "How often the most likely next token is that of the full run."),
     (
         "Pareto front",
-        "Settings for which no cheaper one (by `flops` or by `ms`), oracles aside, has as low a CE; values that are printed alike count as "
-        "equal.",
+        "Settings for which no cheaper one (by `flops` or by `ms`), oracles aside, has as low a CE; losses that differ by less than half "
+        "of the last printed digit count as equal.",
     ),
 )
 DEPTH_GLOSSARY: tuple[tuple[str, str], ...] = (

@@ -50,7 +50,7 @@ def _faster(sweep: Sweep) -> Claim:
     elif (low > 0.95 and sweep.rounds >= ROUNDS) or b["dce_low"] > 2 * FLAT:
         outcome = "refuted"
     measured = (
-        f"{a['ms']:.1f} to {b['ms']:.1f} ms a token ({b['ms'] / a['ms']:.2f} [{beside(low, 0.95)}, {beside(high, 0.8)}]; paper 0.62), "
+        f"{a['ms']:.2f} to {b['ms']:.2f} ms a token ({b['ms'] / a['ms']:.2f} [{beside(low, 0.95)}, {beside(high, 0.8)}]; paper 0.62), "
         f"{a['mean_steps']:.1f} to {b['mean_steps']:.1f} steps, dCE {_rise(b, FLAT, 2 * FLAT)}"
     )
     return Claim("e", text, rule, measured, outcome)

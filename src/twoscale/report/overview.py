@@ -140,6 +140,11 @@ def _kinds_command(folder: str, sweep: Sweep) -> str:
     version that did not tell kinds apart, since a sweep does not measure again what its file has."""
     if any("kinds" in p["hard"] for p in shown_points(sweep)):
         return f"twoscale sweep {folder} --windows {4 * int(sweep.header.get('asked_windows', 20))}"
+    return _sweep_anew(folder)
+
+
+def _sweep_anew(folder: str) -> str:
+    """The command that measures again what a sweep's file has."""
     return f"mv {folder}/sweep.jsonl {folder}/sweep-old.jsonl; twoscale sweep {folder}"
 
 
@@ -160,7 +165,7 @@ def shipped_words(run: RunFiles) -> str:
     machine = ", ".join(filter(None, (str(head.get("cpu") or ""), plural(int(head.get("threads") or 1), "thread"))))
     return (
         f"These measurements came with the model and were not made here: times are of {machine}. "
-        f"`twoscale sweep {run.folder.as_posix()}` measures on this machine."
+        f"To measure on this machine set them aside: `{_sweep_anew(run.folder.as_posix())}`."
     )
 
 

@@ -193,8 +193,8 @@ FIGURES: tuple[FigureEntry, ...] = (
         "labels: the first (stays within eps) with one depth for all groups, the second (loss + price x steps) with any of some forty "
         "combinations of depths. Both as run, where tokens also see their neighbours at other depths. Circled (Pareto front): no "
         "cheaper setting, oracles aside, has as low a loss; losses that differ by less than half of the last printed digit "
-        f"({PRINTED:.5f} nats) count as equal. FLOPs and times include a rule's own looks; a random exit's time includes "
-        "drawing its depths.",
+        f"({PRINTED:.5f} nats) count as equal. Times include a rule's own looks, FLOPs those that "
+        "read the head or a controller (comparing states is not counted); a random exit's time includes drawing its depths.",
         print=tradeoff_figures.tradeoff,
         page=tradeoff_panels.tradeoff,
         available=_is_swept,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from twoscale.config.words import MARGIN, plural
-from twoscale.report.words import between, cost_words, rise
+from twoscale.report.words import between, change, cost_words, rise
 from twoscale.tradeoff.choice import FIXED, FLAT, Choice, Point, below, default_point, lower_and_left, name_of, overlap, shown_higher
 from twoscale.tradeoff.summary import Sweep, settings_tested
 
@@ -34,6 +34,18 @@ def beside_the_pick(sweep: Sweep, calibration: Mapping[str, Any] | None, choice:
     if len(found) > NAMED:
         sentences.append(f"{plural(len(found) - NAMED, 'other setting')} {'lies' if len(found) == NAMED + 1 else 'lie'} there too.")
     return " ".join(sentences)
+
+
+def fewer_loops(sweep: Sweep, choice: Choice) -> str:
+    """Where the default depth is kept although a fixed depth keeps CE with fewer FLOPs: which, and why."""
+    base, loops = default_point(sweep), sweep.header["loops"]
+    if choice.pick is not base:
+        return ""
+    others = [p for p in sweep.points if p["family"] in FIXED and p["dce_high"] <= FLAT and below(p, base, "flops") and shown_higher(p)]
+    if not others or (best := min(others, key=lambda p: float(p["flops"]))) in lower_and_left(sweep, choice.pick)[:NAMED]:
+        return ""
+    fewer = change(best["flops"], base["flops"], "fewer")
+    return f"{name_of(best, loops)} keeps CE within {FLAT} nats with {fewer} FLOPs, but {_by_flops(sweep, choice, best)}."
 
 
 def _apart(sweep: Sweep, point: Point, pick: Point) -> str:

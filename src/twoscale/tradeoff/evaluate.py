@@ -133,7 +133,7 @@ def hard_tokens(
     kinds, place, counts = np.unique(ids, return_inverse=True, return_counts=True)
     steps = np.bincount(place, weights=mean) / counts
     loss = np.bincount(place, weights=losses) / counts
-    often = np.flatnonzero(counts >= max(5, len(ids) // 1000))
+    often = np.flatnonzero(counts >= max(5, -(-len(ids) // 1000)))
     slow = often[np.argsort(-steps[often], kind="stable")]
     ends = [*slow[:shown], *slow[max(shown, len(slow) - shown) :]]
     tokens = [{"token": spell(int(kinds[i])), "count": int(counts[i]), "steps": float(steps[i]), "loss": float(loss[i])} for i in ends]
