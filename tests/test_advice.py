@@ -294,8 +294,8 @@ def test_one_sentence_says_what_is_saved() -> None:
     assert words == (
         "Use 4 loops for every token (`--loops 4`): 67 % less time (66 to 68 %) than the default of 12 loops (4.00 [3.90, 4.10] ms a token "
         "against "
-        "12.0 [11.9, 12.1] ms a token); dCE 0.0000 [-0.0010, +0.0010] nats, no measurable change, against all 30 loops (on the 6,144 tokens "
-        "that it was chosen on; not certified)."
+        "12.0 [11.9, 12.1] ms a token); dCE 0.0000 [-0.0010, +0.0010] nats, no measurable change, against all 30 loops (on the 6,144 "
+        "tokens that it was chosen on; not certified)."
     )
     noisy = four | {"ms_high": 12.0}
     tied = in_a_sentence(a_sweep(noisy))
