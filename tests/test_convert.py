@@ -13,7 +13,7 @@ from conftest import CommandLine, nano_run
 from families import llama, with_tokenizer
 from twoscale.config import ModelConfig, UserError
 from twoscale.config.groups import parse_groups
-from twoscale.data import Pieces, Tokenizer
+from twoscale.data import IncrementalDecoder, Tokenizer
 from twoscale.interop.convert import looped, suggested_groups
 from twoscale.train import start_run
 
@@ -133,8 +133,8 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert tokenizer.eot == 2
     sizes = tokenizer.byte_lengths()
     assert [int(sizes[i]) for i in (1, 2, 3, 4, 6, 7)] == [0, 0, 1, 4, 2, 4]
-    pieces = Pieces(tokenizer)
-    assert [pieces.add(t) for t in (4, 5, 7, 6)] == ["the", " man", " caf", "é"]
+    decoder = IncrementalDecoder(tokenizer)
+    assert [decoder.add(t) for t in (4, 5, 7, 6)] == ["the", " man", " caf", "é"]
     for bad in (-1, 10**12, 99):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": bad}))
         with pytest.raises(UserError, match="endoftext"):

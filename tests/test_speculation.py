@@ -305,7 +305,7 @@ def test_auto_follows_what_is_measured() -> None:
     assert choose() == OFF
     assert any(isinstance(choose(), Draft) for _ in range(500))
     for steps in range(1, 5):
-        known.draft[steps] = 0.9
+        known.draft_cost[steps] = 0.9
         known.count(f"draft at {steps}", 50, 50)
     assert all(choose() == OFF for _ in range(50))
     chooser.choose(20, lambda ngram, n: [4] * n)

@@ -11,8 +11,8 @@ LONG = 12  # entries from which on a list is long
 WIDE = 60  # characters of a text
 
 
-class OneLine:
-    """Mixin for dataclasses (with repr=False): a repr of one line."""
+class ShortRepr:
+    """Mixin for dataclasses (with repr=False): a repr of one line, tensors by shape and dtype."""
 
     def __repr__(self) -> str:
         fields = (f for f in dataclasses.fields(self) if f.repr)  # type: ignore[arg-type]

@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from twoscale.data.prepare import load_manifest, prepare, source_name
-from twoscale.data.tokenizer import Pieces, Tokenizer
+from twoscale.data.tokenizer import IncrementalDecoder, Tokenizer
 
 if TYPE_CHECKING:
     from twoscale.data.loader import Batches, TokenData, held_out
 
-__all__ = ["Batches", "Pieces", "TokenData", "Tokenizer", "held_out", "load_manifest", "prepare", "source_name"]
+__all__ = ["Batches", "IncrementalDecoder", "TokenData", "Tokenizer", "held_out", "load_manifest", "prepare", "source_name"]
 
 
 def __getattr__(name: str) -> Any:

@@ -120,35 +120,37 @@ class Tokenizer:
         return cls(pipeline, _end(folder, pipeline))
 
 
-CONTEXT = 16
+CONTEXT = 16  # tokens before the newest one that are decoded with it
 
 
-class Pieces:
-    """Tokens one after the other, each with the text that it adds; a character that is cut belongs to the token that completes it."""
+class IncrementalDecoder:
+    """Incremental detokenization: the text that each token adds. If a character spans several tokens, the last of them adds it."""
 
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
-        """`after` are tokens that stand before, whose text is not asked for."""
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """`prompt` are the tokens before the first one that is added; their text is not returned."""
         self.tokenizer = tokenizer
-        # Only the newest tokens are decoded, and those before them, on which their spelling may depend.
+        # Only the newest tokens are decoded, and those before them, on which their text may depend.
         self.ids: list[int] = []
-        self.shown = ""
-        for token in after[-CONTEXT:]:
+        self.decoded = ""
+        """The text of `ids`, without an incomplete character at the end."""
+        for token in prompt[-CONTEXT:]:
             self.add(token)
 
     def add(self, token: int) -> str:
+        """The text that a token adds; empty if it ends in an incomplete character."""
         self.ids.append(token)
         text = self.tokenizer.decode(self.ids)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character is still to come
             return ""
-        new, self.shown = text[len(self.shown) :], text
+        new, self.decoded = text[len(self.decoded) :], text
         if len(self.ids) > 2 * CONTEXT:
             self.ids = self.ids[-CONTEXT:]
-            self.shown = self.tokenizer.decode(self.ids)
+            self.decoded = self.tokenizer.decode(self.ids)
         return new
 
     def rest(self) -> str:
         """What is left at the end: a character that was never completed."""
-        return self.tokenizer.decode(self.ids)[len(self.shown) :]
+        return self.tokenizer.decode(self.ids)[len(self.decoded) :]
 
 
 def _end(folder: Path, pipeline: Pipeline) -> int | None:

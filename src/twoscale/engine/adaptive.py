@@ -1,9 +1,9 @@
 """`auto`: whether a request guesses ahead, how, and how far, from what was measured of its passes.
 
-A cycle of m guesses costs m drafts and one pass of m + 1 rows, c(m + 1). With the acceptance rate a it gives
-(1 - a^(m + 1)) / (1 - a) tokens on average. The cycle with most tokens for its time is chosen; decoding without guesses is the cycle of
-one token at cost 1. All costs are relative to a pass of one row, the baseline; a is kept for each kind of guess. Guesses are
-made only while no other request is running.
+A cycle is m guesses and the pass that verifies them. It costs m drafts and one pass of m + 1 rows, c(m + 1). With the acceptance rate a it
+gives (1 - a^(m + 1)) / (1 - a) tokens on average. The cycle with most tokens for its time is chosen; decoding without guesses is the cycle
+of one token at cost 1. All costs are relative to a pass of one row, the baseline; a is kept for each kind of guess. Guesses are made only
+while no other request is running.
 """
 
 import threading
@@ -32,15 +32,15 @@ MAX_OUTLIER = 2.0  # times above MAX_OUTLIER x the running mean are clipped
 
 
 class Estimates:
-    """What was measured of one model at the same depth; shared by its requests."""
+    """Measured costs and acceptance rates of one model; shared by its requests with the same loops, rules and temperature."""
 
     def __init__(self) -> None:
         self.baseline_seconds: float | None = None
         """Seconds of a pass of one row at full depth, as in decoding without guesses."""
         self.slope = PRIOR_SLOPE
         """c(W) = 1 + slope (W - 1), relative to the baseline."""
-        self.draft: dict[int, float] = {}
-        """Cost of a draft by its steps, relative to the baseline."""
+        self.draft_cost: dict[int, float] = {}
+        """Cost of drafting one token by its loop steps, relative to the baseline."""
         self.accepted: dict[str, float] = {}
         self.compared: dict[str, float] = {}
         """Guesses of each kind that were accepted, and that were compared with the true token; old ones count less (DECAY)."""
@@ -52,16 +52,18 @@ class Estimates:
         return min(rate, MAX_ACCEPTANCE)
 
     def count(self, kind: str, accepted: int, compared: int) -> None:
-        """Count the guesses of a cycle: `compared` with the true token, all `accepted` or the last of them wrong."""
+        """Count the guesses of a cycle: `compared` of them were compared with the true token, in order up to the first wrong one, and
+        `accepted` of these were right."""
         self.accepted[kind] = DECAY * self.accepted.get(kind, 0.0) + accepted
         self.compared[kind] = DECAY * self.compared.get(kind, 0.0) + compared
 
     def time_pass(self, seconds: float, rows: int, draft_steps: int | None) -> None:
-        """Take over the time of a pass, measured while no other request was running. `draft_steps` is None if it was not a draft."""
+        """Update the costs with the time of a pass, measured while no other request was running. `draft_steps` is None if it was not a
+        draft."""
         if draft_steps is None and rows == 1:
             self.baseline_seconds = _smooth(self.baseline_seconds, seconds)
         elif self.baseline_seconds is not None and draft_steps is not None:
-            self.draft[draft_steps] = _smooth(self.draft.get(draft_steps), seconds / self.baseline_seconds)
+            self.draft_cost[draft_steps] = _smooth(self.draft_cost.get(draft_steps), seconds / self.baseline_seconds)
         elif self.baseline_seconds is not None:
             self.slope = _smooth(self.slope, max(0.0, seconds / self.baseline_seconds - 1) / (rows - 1))
 
@@ -113,7 +115,7 @@ class Chooser:
     def cost(self, method: Speculation, guesses: int) -> float:
         """Cost of a cycle, relative to the baseline."""
         estimates = self.estimates
-        drafts = guesses * estimates.draft.get(method.steps, self.draft_prior[method.steps]) if isinstance(method, Draft) else 0.0
+        drafts = guesses * estimates.draft_cost.get(method.steps, self.draft_prior[method.steps]) if isinstance(method, Draft) else 0.0
         return drafts + 1 + estimates.slope * guesses
 
     def choose(self, max_guesses: int, look_up: Callable[[int, int], Sequence[int]]) -> Speculation:

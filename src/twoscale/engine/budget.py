@@ -11,16 +11,16 @@ from twoscale.engine.rows import Rows
 
 
 class SchedulerStepBudget:
-    """The budget of one batch until another one is chosen. Its request groups are charged for its stage passes. Implements
-    `batch.StepBudget`."""
+    """The budget of one batch until the scheduler chooses a batch again. The virtual time of a request group grows by the layers applied to
+    its rows. Implements `batch.StepBudget`."""
 
     def __init__(self, batch: Batch, policy: Policy, until_virtual_time: float, interrupt: Interrupt) -> None:
         self.batch, self.policy, self.until_virtual_time, self.interrupt = batch, policy, until_virtual_time, interrupt
         self.request_groups = set(batch.request_groups())
         self.only_request_group = next(iter(self.request_groups)) if len(self.request_groups) == 1 else None
-        """The request group of all rows; None if there are several."""
+        """The request group of all rows; None if they belong to several."""
 
-    def time_is_up(self) -> bool:
+    def virtual_time_is_up(self) -> bool:
         """Whether all request groups have passed `until_virtual_time`."""
         return self.until_virtual_time < math.inf and min(g.virtual_time for g in self.request_groups) > self.until_virtual_time
 
@@ -28,12 +28,12 @@ class SchedulerStepBudget:
         """Steps until the batch is split or all request groups have passed `until_virtual_time`."""
         if not self.policy.loop_until_exit:
             return 1
-        steps = self.policy.split_after_passes(self.batch) - self.batch.stage_passes
+        steps = self.policy.split_at_pass(self.batch) - self.batch.stage_passes
         if self.until_virtual_time < math.inf:
-            steps = min(steps, self._steps_until_time_is_up(rows, layers))
+            steps = min(steps, self._steps_until_virtual_time(rows, layers))
         return max(1.0, steps)
 
-    def _steps_until_time_is_up(self, rows: Rows, layers: int) -> float:
+    def _steps_until_virtual_time(self, rows: Rows, layers: int) -> float:
         charges = dict.fromkeys(self.request_groups, 0)
         for part in rows.parts:
             charges[part.chunk.request.request_group] += part.count * layers

@@ -1,9 +1,9 @@
 """Fair scheduling between request groups, by virtual time (as in start-time fair queuing, or the virtual token counter of VTC).
 
-A request group is requests that were submitted together, such as all sequences of one HTTP request. Its virtual time is the service that it
-has received: layer applications to one row. The group with the smallest virtual time goes first. The choice is
-made anew between two stage passes, so a group with many long sequences slows the others down no more than its share. A new group starts at
-the current virtual time, so the past does not count.
+A request group is the requests that were submitted together, such as all sequences of one HTTP request. Its virtual time is the service
+that it has received: one unit is one layer applied to one row. The group with the smallest virtual time goes first. The choice is made
+again after every few stage passes, so a group with many long sequences slows the others down no more than its share. A new group starts at
+the current virtual time: it has no claim on what was computed before it came.
 
 Limits of one request group:
 
@@ -52,7 +52,8 @@ class FairAdmission:
     ) -> Request | None:
         """The waiting request that may start now, or None. The group with the fewest running requests goes first.
 
-        If the first request of a group without a running one does not fit the cache yet, no other request is started before it.
+        A group that has no running request yet, and whose first request does not fit the cache, blocks the queue: no other request starts
+        before it, so that it cannot starve.
         """
         n_running = Counter(request.request_group for request in running)
         if len(n_running) >= max_num_seqs:  # every place is taken by a different group
@@ -74,16 +75,18 @@ class FairAdmission:
 
 
 def groups_ahead(requests: Mapping[RequestGroup, Sequence[object]]) -> list[RequestGroup]:
-    """The groups with several requests that are ahead of another group by more than QUANTUM."""
+    """The groups that have several requests and whose virtual time exceeds another group's by more than QUANTUM."""
     least = min(group.virtual_time for group in requests)
     return [group for group, own_requests in requests.items() if len(own_requests) > 1 and group.virtual_time > least + QUANTUM]
 
 
 def select_for_batch(requests: Sequence[Request], max_requests: int, in_batch: Sequence[Request] = ()) -> list[Request]:
-    """At most `max_requests` of the unbatched requests (running, but in no batch) for a batch. Groups take turns, least virtual time first.
+    """Select at most `max_requests` of the unbatched requests (running, but in no batch) for a batch. Groups take turns, smallest virtual
+    time first.
 
-    `in_batch` are the requests that the batch has already. A group with several requests that is ahead of the others gets none: it is
-    served in a later batch. No group gets more than all others together, or one; `in_batch` does not count for this.
+    `in_batch` are the requests that the batch has already. None are selected of a group in `groups_ahead`, which counts `in_batch` too: it
+    waits for a later batch. Of the largest group at most as many are selected as of all other groups together, but at least one; this limit
+    does not count `in_batch`.
     """
     by_group: dict[RequestGroup, list[Request]] = {}
     for request in requests:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.dtypes import KVDtype
-from twoscale.config.show import OneLine
+from twoscale.config.show import ShortRepr
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.engine import Engine
@@ -29,7 +29,7 @@ MIN_WARNED_PASSES = 256  # a rule that needs the tokens one at a time, and so at
 
 
 @dataclass(frozen=True, repr=False)
-class Forward(OneLine):
+class Forward(ShortRepr):
     """The result of `forward`."""
 
     logits: Tensor

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from twoscale.config import UserError
 from twoscale.config.dtypes import KVDtype
-from twoscale.config.show import OneLine
+from twoscale.config.show import ShortRepr
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
 from twoscale.engine.kernels import KernelName
@@ -34,7 +34,7 @@ OFFLINE_MAX_NUM_SEQS = 256  # sequences that are decoded at a time
 
 
 @dataclass(frozen=True, repr=False)
-class Generation(OneLine):
+class Generation(ShortRepr):
     """The result of `generate`, one entry for each prompt."""
 
     tokens: list[list[int]]

@@ -1,7 +1,8 @@
 """Scheduling policies: which rows share the next stage pass. `choose_policy` chooses between them from measured costs.
 
     lockstep   a batch goes through the stages of the network together; requests join between tokens
-    depth      tokens join a batch at any time; every stage pass is of the stage (plain layers or loop group) that has most rows
+    depth      tokens join a batch at any time and are at different depths of the network; each stage pass is for the stage (plain layers
+               or loop group) that has the most rows
 
 Which is faster depends on the cost of a stage pass with few and with many rows, so it is measured. To add a policy, subclass `Policy` and
 add it to POLICIES.
@@ -32,14 +33,14 @@ class Policy:
     loop_until_exit = True
     """Whether loop steps are repeated until rows exit; otherwise `next_stage` is asked after every step."""
     steps_after_exit = 0
-    """How many loop steps the other rows may take when the first have exited, before `next_stage` is asked."""
+    """How many loop steps the other rows may take after the first rows have exited, before `next_stage` is asked."""
 
     def next_stage(self, batch: Batch) -> int:
         """The stage of the next pass, an index into `model.stages`."""
         raise NotImplementedError
 
-    def split_after_passes(self, batch: Batch) -> float:
-        """`Batch.stage_passes` at which the batch is split: rows at its earliest stage then continue as a batch of their own."""
+    def split_at_pass(self, batch: Batch) -> float:
+        """The value of `Batch.stage_passes` at which the batch is split: rows at its earliest stage then continue as a separate batch."""
         return math.inf
 
 
@@ -55,7 +56,7 @@ class Lockstep(Policy):
     def next_stage(self, batch: Batch) -> int:
         return batch.earliest_stage
 
-    def split_after_passes(self, batch: Batch) -> float:
+    def split_at_pass(self, batch: Batch) -> float:
         if len(batch) == 1:
             return math.inf
         earliest = batch.earliest_stage
@@ -63,8 +64,9 @@ class Lockstep(Policy):
         return min((w.arrived_at_pass + max(WAIT_LIMIT_FLOOR, WAIT_LIMIT_FACTOR * w.loop_steps) for w in later), default=math.inf)
 
 
-class Depth(Policy):
-    """Every pass is of the stage that has most rows; ties: the latest stage."""
+class MostRows(Policy):
+    """The policy `depth`: rows of one batch may be at different stages (depths) of the network. Each pass is for the stage that has the
+    most rows; of stages with equally many, the last."""
 
     joins_running_batch = True
     loop_until_exit = False
@@ -74,7 +76,7 @@ class Depth(Policy):
         return max(rows, key=lambda stage: (rows[stage], stage))
 
 
-POLICIES: dict[str, Policy] = {"lockstep": Lockstep(), "depth": Depth()}
+POLICIES: dict[str, Policy] = {"lockstep": Lockstep(), "depth": MostRows()}
 
 
 def policy_of(name: str) -> Policy:
@@ -85,7 +87,9 @@ def policy_of(name: str) -> Policy:
 
 EXPECTED_STEPS = (3, 12)  # tokens are assumed to exit after 3 to 12 loop steps, uniformly
 REPEATS = 5
-MAX_COST_RATIO = 0.95  # `depth` is used only if its cost is below 0.95 of lockstep's: mixing loop steps has other costs
+# `depth` is used only if its estimated cost is below 0.95 of lockstep's. The estimate leaves out that `depth` takes one loop step per call
+# instead of several, and copies the rows of a loop whenever others join them.
+MAX_COST_RATIO = 0.95
 
 
 def cost_curve(model: LoopedGPT, max_num_seqs: int, loops: int = 4) -> dict[int, float]:
@@ -108,7 +112,7 @@ def cost_curve(model: LoopedGPT, max_num_seqs: int, loops: int = 4) -> dict[int,
 
 
 def interpolate_cost(rows: float, curve: dict[int, float]) -> float:
-    """The cost of a stage pass with a number of rows, interpolated linearly between the measured ones."""
+    """The cost of a stage pass with this many rows, interpolated linearly between measured numbers of rows."""
     sizes = sorted(curve)
     if rows <= sizes[0]:
         return curve[sizes[0]]
@@ -119,7 +123,7 @@ def interpolate_cost(rows: float, curve: dict[int, float]) -> float:
 
 
 def choose_policy(model: LoopedGPT, max_num_seqs: int, curve: dict[int, float] | None = None) -> tuple[str, str]:
-    """The policy with the lower cost of one loop step of one row, and an explanation to print.
+    """The policy with the lower estimated cost of one loop step of one row, and an explanation to print.
 
     In lockstep, rows exit a loop one after the other, so its last passes have few rows. With `depth`, rows are spread over the groups, so
     every pass has about max_num_seqs / n_groups rows. The cost curve is measured unless it is given.

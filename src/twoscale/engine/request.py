@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twoscale.config import UserError
 from twoscale.config.dtypes import KVDtype, check_kv_dtype
-from twoscale.config.show import OneLine
+from twoscale.config.show import ShortRepr
 from twoscale.engine.cache import Cache, parse_kv
 from twoscale.engine.speculation import NO_SPECULATION_STATS, OFF, Speculation, SpeculationStats
 from twoscale.exits import Exit, Gate, Rule, rules_per_group
@@ -150,7 +150,7 @@ class RequestGroup:
 
 
 @dataclass(eq=False, repr=False)
-class Request(OneLine):
+class Request(ShortRepr):
     """A prompt, its parameters, and the state and result of its generation. One request is one sequence."""
 
     prompt: list[int]

@@ -225,10 +225,10 @@ class Scheduler:
         passes_before, rows_before, started = batch.stage_passes, batch.rows_computed, time.perf_counter()
         while batch.chunks and not done:
             done = batch.advance(policy.next_stage(batch), budget)
-            if batch.chunks and batch.stage_passes >= policy.split_after_passes(batch):
+            if batch.chunks and batch.stage_passes >= policy.split_at_pass(batch):
                 self.batches.append(batch.split(batch.earliest_stage))
                 break
-            if batch.failures or not policy.loop_until_exit or self._new_arrivals or budget.time_is_up():
+            if batch.failures or not policy.loop_until_exit or self._new_arrivals or budget.virtual_time_is_up():
                 break
         counters.engine_seconds += time.perf_counter() - started
         counters.stage_passes += batch.stage_passes - passes_before

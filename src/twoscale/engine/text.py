@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
-from twoscale.data import Pieces, Tokenizer
+from twoscale.data import IncrementalDecoder, Tokenizer
 
 
 class TextStream:
     """The generated text of one sequence, token by token."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (), hidden: frozenset[int] = frozenset()) -> None:
-        """`prompt` are the tokens before the generated ones; tokens of `hidden` (stop tokens) add no text."""
-        self.pieces, self.stop, self.hidden = Pieces(tokenizer, prompt), stop, hidden
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (), no_text_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """`prompt` are the tokens before the generated ones; tokens of `no_text_ids` (stop tokens) add no text."""
+        self.decoder, self.stop, self.no_text_ids = IncrementalDecoder(tokenizer, prompt), stop, no_text_ids
         self.text = ""
         """The text so far, without `pending`."""
         self.pending = ""
@@ -26,21 +28,21 @@ class TextStream:
             return ""
         before = len(self.text)
         self.offsets.append(before + len(self.pending))
-        if token not in self.hidden:
-            self._add(self.pieces.add(token))
+        if token not in self.no_text_ids:
+            self._add(self.decoder.add(token))
         return self.text[before:]
 
     def finish(self) -> str:
         """No more tokens will come; returns the pending text."""
         before = len(self.text)
         if not self.stopped:
-            self._add(self.pieces.rest())
+            self._add(self.decoder.rest())
         if not self.stopped:
             self.text, self.pending = self.text + self.pending, ""
         return self.text[before:]
 
-    def _add(self, piece: str) -> None:
-        text = self.pending + piece
+    def _add(self, new_text: str) -> None:
+        text = self.pending + new_text
         stop_indices = [index for stop_string in self.stop if (index := text.find(stop_string)) >= 0]
         if stop_indices:
             self.text, self.pending, self.stopped = self.text + text[: min(stop_indices)], "", True

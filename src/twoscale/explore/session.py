@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twoscale import exits
 from twoscale.config import UserError
-from twoscale.data import Pieces, Tokenizer
+from twoscale.data import IncrementalDecoder, Tokenizer
 from twoscale.engine import Request, SamplingParams, forward, loop_params, stream
 from twoscale.engine.request import SamplingKey
 from twoscale.engine.sample import sample
@@ -226,9 +226,9 @@ class Session:
         ids = self.prompt(text, new)
         pieces, lanes, requests = [], [], []
         sampling = SamplingParams(temperature, seed=seed, max_new_tokens=new, stop_token_ids=frozenset({self.tokenizer.eot}), logprobs=TOP)
-        spelt = [Pieces(self.tokenizer) for _ in range(2)]
-        for piece in spelt:
-            pieces.append([piece.add(token) for token in ids])
+        decoders = [IncrementalDecoder(self.tokenizer) for _ in range(2)]
+        for decoder in decoders:
+            pieces.append([decoder.add(token) for token in ids])
         for i, rule in enumerate((exit, None)):
             lanes.append(Lane(ids, list(ids), pieces[i], [None] * len(ids)))
             params = loop_params(self.model, exit=rule, loops=counts, kv=kv, seed=seed)
@@ -236,12 +236,12 @@ class Session:
         race = Race(lanes[0], lanes[1], counts, self.layers, self.model.config.mean_loops)
         while not (race.quick.done and race.full.done):
             i = min((i for i in range(2) if not lanes[i].done), key=lambda i: lanes[i].seconds)
-            self._go_on(lanes[i], requests[i], spelt[i])
+            self._go_on(lanes[i], requests[i], decoders[i])
             yield race
         race.others = self.compute(self._others, race.quick, counts, sampling, seed)
         yield race
 
-    def _go_on(self, lane: Lane, tokens: Iterator[Request], spelt: Pieces) -> None:
+    def _go_on(self, lane: Lane, tokens: Iterator[Request], decoder: IncrementalDecoder) -> None:
         """The tokens of one more pass in one lane."""
         started = time.perf_counter()
         now = self.compute(next, tokens, None)
@@ -259,12 +259,12 @@ class Session:
             (_, own), *best = now.logprobs[i]
             ids = [token for token, _ in best]
             lane.answers.append(Said(ids, [self.tokenizer.decode([t]) for t in ids], [math.exp(p) for _, p in best], math.exp(own)))
-            lane.pieces.append(spelt.add(now.tokens[i]))
+            lane.pieces.append(decoder.add(now.tokens[i]))
             lane.passes.append(number)
         lane.guesses = now.speculation_stats.drafted, now.speculation_stats.accepted
         lane.done = bool(now.finish_reason)
         if lane.done:
-            lane.pieces[-1] += spelt.rest()
+            lane.pieces[-1] += decoder.rest()
 
     @torch.inference_mode()
     def _others(self, lane: Lane, loops: tuple[int, ...], sampling: SamplingParams, seed: int) -> dict[int, Other]:

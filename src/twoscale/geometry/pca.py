@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.config.show import OneLine
+from twoscale.config.show import ShortRepr
 
 
 @dataclass(frozen=True, repr=False)
-class PCA(OneLine):
+class PCA(ShortRepr):
     """Coordinates of several sets of states in one common frame; iterating over it gives them set by set."""
 
     points: list[Tensor]

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer as Pipeline, models, pre_tokenizers
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.config.show import OneLine
+from twoscale.config.show import ShortRepr
 from twoscale.data import Tokenizer
 from twoscale.data.sources import END_OF_TEXT
 from twoscale.model.noise import fold, keyed_uniform
@@ -22,7 +22,7 @@ HELD_OUT = 2**40  # number of the first held-out sample; training stays far belo
 
 
 @dataclass(frozen=True, repr=False)
-class Batch(OneLine):
+class Batch(ShortRepr):
     """Samples of a task."""
 
     ids: Tensor

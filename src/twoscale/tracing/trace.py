@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from twoscale.config import UserError
 from twoscale.config.files import atomic_write
-from twoscale.config.show import OneLine
+from twoscale.config.show import ShortRepr
 from twoscale.config.words import group_label
 from twoscale.data import Tokenizer
 from twoscale.data.text import Tokens, as_token_ids
@@ -33,7 +33,7 @@ VERSION = "1"
 
 
 @dataclass(frozen=True, repr=False)
-class Trace(OneLine):
+class Trace(ShortRepr):
     """The states of one pass, all fp32."""
 
     states: list[Tensor]

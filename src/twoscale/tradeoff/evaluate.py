@@ -15,7 +15,7 @@ from torch import Tensor
 from twoscale import exits
 from twoscale.config import ModelConfig
 from twoscale.config.dtypes import KVDtype
-from twoscale.config.show import OneLine
+from twoscale.config.show import ShortRepr
 from twoscale.engine import forward
 from twoscale.exits import Exit
 from twoscale.exits.logits import Reads
@@ -28,7 +28,7 @@ LOGITS = 1 << 25  # logits that are held at a time
 
 
 @dataclass(frozen=True, repr=False)
-class Evaluation(OneLine):
+class Evaluation(ShortRepr):
     """Of every token: its loss, its steps, and the most likely next token."""
 
     losses: Tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twoscale.config import UserError
-from twoscale.config.show import OneLine
+from twoscale.config.show import ShortRepr
 from twoscale.data import TokenData, held_out
 from twoscale.tasks.task import HELD_OUT, Task
 
@@ -28,7 +28,7 @@ PART = 2**32  # samples of a task between the first ones of two parts; the first
 
 
 @dataclass(frozen=True, repr=False)
-class HeldOut(OneLine):
+class HeldOut(ShortRepr):
     """Windows of held-out text."""
 
     ids: Tensor

@@ -6,7 +6,7 @@ from typing import Any
 from twoscale import exits
 from twoscale.config.files import write_json
 from twoscale.config.run_folder import RunFolder
-from twoscale.data import Pieces
+from twoscale.data import IncrementalDecoder
 from twoscale.engine import generate
 from twoscale.tradeoff.load_run import LoadedRun
 
@@ -23,9 +23,9 @@ def write_samples(run: Path, opened: LoadedRun, exit: exits.Exit | None, words: 
     gen = generate(model, starts, new, exit=exit, loops=loops, temperature=TEMPERATURE, seed=SEED, stop=(tokenizer.eot,))
     texts = []
     for prompt, tokens, steps in zip(starts, gen.tokens, gen.steps, strict=True):
-        pieces = Pieces(tokenizer)
-        prompt_text = "".join(pieces.add(t) for t in prompt)
-        written = [[pieces.add(t), list(s)] for t, s in zip(tokens, steps, strict=True) if t != tokenizer.eot]
+        decoder = IncrementalDecoder(tokenizer)
+        prompt_text = "".join(decoder.add(t) for t in prompt)
+        written = [[decoder.add(t), list(s)] for t, s in zip(tokens, steps, strict=True) if t != tokenizer.eot]
         texts.append({"prompt": prompt_text, "tokens": written})
     found = {**opened.about, "rule": words, "loops": loops, "temperature": TEMPERATURE, "seed": SEED, "samples": texts}
     write_json(RunFolder(run).samples, found)
