@@ -147,7 +147,7 @@ def test_slow_readers(loaded) -> None:  # type: ignore[no-untyped-def]
             sock.connect((name, int(port)))
             sock.sendall(HEAD.replace(b"%d" % len(ASK), b"%d" % len(body)) + body)
             assert post(address, ASK)[0] == 200
-            scheduler = server.worker.scheduler  # type: ignore[attr-defined]
+            scheduler = server.scheduler_thread.scheduler  # type: ignore[attr-defined]
             wait_for(lambda: server.connections.n_closed == 1)  # type: ignore[attr-defined]
             wait_for(lambda: not scheduler.running)
             found = answer(sock)

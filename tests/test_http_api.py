@@ -195,21 +195,21 @@ def test_limits(loaded, api) -> None:  # type: ignore[no-untyped-def]
         mine = {"Authorization": "Bearer secret"}
         assert post(address, b'{"prompt": "a", "max_tokens": 2}', mine)[0] == 200
         assert post(address, b'{"prompt": "a", "n": 4}', mine)[0] == 400  # more than can ever wait
-        step = server.worker.scheduler.step  # type: ignore[attr-defined]
-        server.worker.scheduler.step = lambda: time.sleep(0.1) or step()  # type: ignore[attr-defined]
+        step = server.scheduler_thread.scheduler.step  # type: ignore[attr-defined]
+        server.scheduler_thread.scheduler.step = lambda: time.sleep(0.1) or step()  # type: ignore[attr-defined]
         status, body = post(address, b'{"prompt": "a", "max_tokens": 60}', mine)
         assert status == 504 or body["choices"][0]["timed_out"]  # type: ignore[index]
         with ThreadPoolExecutor(6) as pool:
             answers = list(pool.map(lambda _: post(address, b'{"prompt": "a", "max_tokens": 60}', mine), range(6)))
         refused = [body for status, body in answers if status == 429]
         assert refused and all("waiting" in body["error"]["message"] for body in refused)  # type: ignore[index]
-        wait_for(lambda: not server.worker.scheduler.running)  # type: ignore[attr-defined]
+        wait_for(lambda: not server.scheduler_thread.scheduler.running)  # type: ignore[attr-defined]
 
 
 def test_time_limit(loaded) -> None:  # type: ignore[no-untyped-def]
     """When the time is up the answer ends with what there is and says so, streamed or whole; without one token it is 504."""
     with serving(loaded, max_num_seqs=1, timeout=1.0) as (address, server):
-        scheduler = server.worker.scheduler  # type: ignore[attr-defined]
+        scheduler = server.scheduler_thread.scheduler  # type: ignore[attr-defined]
         step = scheduler.step
         scheduler.step = lambda: time.sleep(0.04) or step()
         ask = {"prompt": "the loop", "max_tokens": 60, "n": 2, "temperature": 0}
@@ -302,7 +302,7 @@ def test_clients_that_vanish(loaded) -> None:  # type: ignore[no-untyped-def]
     """Whoever hangs up, streaming or waiting, is cancelled within a token; the others get all of theirs."""
     model, tokenizer = loaded
     with serving(loaded, max_num_seqs=4) as (address, server):
-        scheduler = server.worker.scheduler  # type: ignore[attr-defined]
+        scheduler = server.scheduler_thread.scheduler  # type: ignore[attr-defined]
         step = scheduler.step
         scheduler.step = lambda: time.sleep(0.02) or step()
         host = address.removeprefix("http://")

@@ -28,9 +28,9 @@ if importlib.util.find_spec("ray") is None:  # importing it would fix its settin
     pytest.skip("Ray is not installed here: `make test-ray` makes an environment for it", allow_module_level=True)
 
 from twoscale.serve.build import Settings  # noqa: E402
-from twoscale.serve.front import DIED, Front, create_front  # noqa: E402
 from twoscale.serve.local import listen, run_in_thread  # noqa: E402
 from twoscale.serve.metrics import parse_metrics  # noqa: E402
+from twoscale.serve.proxy import DIED, Proxy, create_proxy_app  # noqa: E402
 from twoscale.serve.ray_cluster import SETTINGS, connected  # noqa: E402
 
 CLIENTS, REQUESTS, NEW = 24, 4, 48
@@ -62,12 +62,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The address of a front with two replicas, and Ray Serve's handle."""
+    """The address of a proxy with two replicas, and Ray Serve's handle."""
     with connected(2):
         from twoscale.serve.ray_replicas import deployed
 
         settings = Settings(str(folder), policy="lockstep", max_num_seqs=8)
-        with deployed(settings, 2, 1) as replicas, run_in_thread(create_front(Front(replicas))) as address:
+        with deployed(settings, 2, 1) as replicas, run_in_thread(create_proxy_app(Proxy(replicas))) as address:
             yield address, replicas.handle
 
 
@@ -295,7 +295,7 @@ def free_port() -> int:
 
 
 def test_cluster(cluster: str, folder: Path) -> None:
-    """A cluster takes replicas with their front outside, and with their front as a deployment; too few CPUs or GPUs: one line."""
+    """A cluster takes replicas with their proxy outside, and with their proxy as a deployment; too few CPUs or GPUs: one line."""
     [want] = generated(folder, ["In a cluster"])
     port = free_port()
     subprocess.run([sys.executable, "-c", APPLICATION, cluster, str(port), str(folder)], check=True, timeout=200)

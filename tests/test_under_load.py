@@ -84,7 +84,7 @@ def test_two_hundred_requests(loaded, alone, policy: str, speculate: tuple[str, 
             thread.start()
         for thread in threads:
             thread.join()
-        scheduler = server.worker.scheduler  # type: ignore[attr-defined]
+        scheduler = server.scheduler_thread.scheduler  # type: ignore[attr-defined]
     assert not scheduler.running and not scheduler.waiting and scheduler.reserved_bytes == 0
     for i, (text, steps) in enumerate(alone):
         assert found[i] == (text, steps, 1), ASKED[i]

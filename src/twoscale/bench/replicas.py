@@ -1,4 +1,4 @@
-"""Several replicas beside one, each pinned to a core of its own: the same load over HTTP through a front, in turns."""
+"""Several replicas beside one, each pinned to a core of its own: the same load over HTTP through a proxy, in turns."""
 
 import os
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from twoscale.config.dtypes import WeightDtype
 from twoscale.data import Tokenizer
 from twoscale.model import LoopedGPT
 from twoscale.serve.build import Settings
-from twoscale.serve.front import Front, create_front
 from twoscale.serve.limits import Limits
 from twoscale.serve.local import run_in_thread
+from twoscale.serve.proxy import Proxy, create_proxy_app
 from twoscale.serve.ray_cluster import connected
 
 
@@ -45,7 +45,7 @@ def bench_replicas(
             found_replicas = stack.enter_context(deployed(settings, n, 1))
             for core, pid in zip(cores, found_replicas.handle.broadcast("pid").results(timeout_s=60), strict=False):
                 pin(pid, core)
-            addresses.append(stack.enter_context(run_in_thread(create_front(Front(found_replicas, settings.limits)))))
+            addresses.append(stack.enter_context(run_in_thread(create_proxy_app(Proxy(found_replicas, settings.limits)))))
         for round_ in range(rounds):
             asks = requests(model, replace(load, seed=round_), {"loops": MAX_STEPS, "exit": "none"})
             pair = []

@@ -158,8 +158,8 @@ def _run_replicas(options: ServeArgs) -> int:
     """Serve by several processes, which Ray Serve starts and replaces."""
     from twoscale.config.cpu import usable_cores
     from twoscale.interop import find
-    from twoscale.serve.front import Front, create_front
     from twoscale.serve.local import listen
+    from twoscale.serve.proxy import Proxy, create_proxy_app
     from twoscale.serve.ray_cluster import connected
 
     assert options.replicas is not None
@@ -172,9 +172,9 @@ def _run_replicas(options: ServeArgs) -> int:
 
         signal.signal(signal.SIGTERM, _exit)  # Ray has set a handler of its own
         with deployed(settings, options.replicas, cpus) as replicas:
-            front = Front(replicas, settings.limits, settings.key)
+            proxy = Proxy(replicas, settings.limits, settings.key)
             say(f"replicas: {options.replicas}, with {plural(cpus, 'thread')} each")
-            _run_http(options, create_front(front), front.connections, listening)
+            _run_http(options, create_proxy_app(proxy), proxy.connections, listening)
     return 0
 
 

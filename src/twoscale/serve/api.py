@@ -165,7 +165,7 @@ def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibrated: tup
         raise InvalidRequest(f"this model was not calibrated with weights in {model.weight_dtype}: name a rule", "exit")
     elif rule in (None, "none"):
         if body.tau is not None:
-            raise InvalidRequest("tau goes with a rule: name it in exit", "tau")
+            raise InvalidRequest("tau is the threshold of an exit rule, but exit names none: name one, for example acceleration", "tau")
         rule = None
     elif body.tau is not None:
         if ":" in rule:

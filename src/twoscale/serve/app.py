@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from twoscale.config import UserError
 from twoscale.serve.api import CompletionRequest, InvalidRequest
 from twoscale.serve.limits import Limits
+from twoscale.serve.scheduler_thread import InternalError, Unavailable
 from twoscale.serve.server import Choice, Server
-from twoscale.serve.worker import Busy, InternalError
 
 T = TypeVar("T")
 PUBLIC_PATHS = ("/health",)  # need no API key
@@ -34,10 +34,11 @@ def error(status: int, message: str, param: str | None = None, headers: dict[str
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
 
 
-class Guarded(Protocol):
-    """What RequestGuard checks requests by."""
+class GuardSettings(Protocol):
+    """The settings of RequestGuard: a Server, or the Proxy of several."""
 
     key: str | None
+    """The API key; None: none is needed."""
     limits: Limits
 
 
@@ -46,13 +47,13 @@ class RequestGuard:
 
     Not a Starlette BaseHTTPMiddleware, which would add overhead to every streamed token."""
 
-    def __init__(self, app: ASGIApp, server: Guarded) -> None:
-        self.app, self.server = app, server
+    def __init__(self, app: ASGIApp, settings: GuardSettings) -> None:
+        self.app, self.settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        key, limit, headers = self.server.key, self.server.limits.max_body, Headers(scope=scope)
+        key, limit, headers = self.settings.key, self.settings.limits.max_body, Headers(scope=scope)
         if key is not None and scope["path"] not in PUBLIC_PATHS:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             if not hmac.compare_digest(token.strip().encode("latin-1"), key.encode()) or scheme.lower() != "bearer":
@@ -82,14 +83,14 @@ def create_app(server: Server) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.worker.start()
+        server.scheduler_thread.start()
         yield
-        await asyncio.to_thread(server.worker.stop, server.limits.timeout)
+        await asyncio.to_thread(server.scheduler_thread.stop, server.limits.timeout)
 
     app = FastAPI(title="twoscale", lifespan=lifespan, docs_url=None, redoc_url=None)
 
     app.state.connections = server.connections
-    app.add_middleware(RequestGuard, server=server)
+    app.add_middleware(RequestGuard, settings=server)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, problem: RequestValidationError) -> Response:
@@ -122,10 +123,10 @@ def create_app(server: Server) -> FastAPI:
     async def internal_error(request: Request, problem: InternalError) -> Response:
         return error(500, str(problem))
 
-    @app.exception_handler(Busy)
-    async def busy(request: Request, problem: Busy) -> Response:
+    @app.exception_handler(Unavailable)
+    async def unavailable(request: Request, problem: Unavailable) -> Response:
         server.n_rejected += 1
-        down = server.worker.stopping or server.worker.failure is not None
+        down = server.scheduler_thread.stopping or server.scheduler_thread.failure is not None
         return error(503 if down else 429, str(problem), headers={"Retry-After": "1"})
 
     @app.exception_handler(TimeoutError)
@@ -134,7 +135,7 @@ def create_app(server: Server) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        failure = server.worker.failure
+        failure = server.scheduler_thread.failure
         return JSONResponse({"status": "ok" if failure is None else "failed"}, 200 if failure is None else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -151,7 +152,7 @@ def create_app(server: Server) -> FastAPI:
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        server.worker.check_queue(1)
+        server.scheduler_thread.check_queue(1)
         choices = server.make_choices(body)
         if body.stream:
             return await _stream_response(_events(server, body, choices), request)

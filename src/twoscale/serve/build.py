@@ -1,4 +1,4 @@
-"""A server from its settings: what `twoscale serve` makes in its own process, and every replica in its own."""
+"""Builds a server from its settings: `twoscale serve` does it in its own process, with --replicas every replica does it in its process."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from twoscale.tradeoff.load_run import calibration_for
 
 @dataclass(frozen=True)
 class Settings:
-    """Which model is served, and how; see the options of `twoscale serve`."""
+    """Which model is served, and how; the fields are explained in the options of `twoscale serve` (cli/serve.py)."""
 
     model: str
     policy: str = "auto"
@@ -32,12 +32,13 @@ class Settings:
 
 
 def name_of(model: str, folder: Path) -> str:
-    """What clients call a model."""
+    """The name by which clients ask for a model."""
     return model if model == "bundled" else folder.resolve().name
 
 
 def build_server(settings: Settings) -> tuple[Server, str]:
-    """The server, its scheduler thread not yet started, and why it has its policy. Models without loops are served too."""
+    """The server, and an explanation of its scheduling policy to print. Its scheduler thread is not started yet. Models without loops are
+    served too."""
     folder = find(settings.model)
     model, tokenizer = load(folder, settings.dtype, settings.device)
     if tokenizer is None:

@@ -1,17 +1,17 @@
-"""The metrics of several replicas as those of one server, in Prometheus's text format."""
+"""Aggregates the metrics of several replicas to those of one server, in Prometheus's text format."""
 
 from collections.abc import Iterable, Mapping
 
-RATIOS = {  # gauge -> (numerator, denominator): means and shares are computed anew from the totals
+RATIOS = {  # gauge -> (numerator, denominator): these gauges are ratios of counters, so they are computed from the totals of the counters
     "twoscale_mean_steps": ("twoscale_loop_steps_total", "twoscale_processed_tokens_total"),
     "twoscale_speculation_acceptance": ("twoscale_speculation_accepted_total", "twoscale_speculation_drafted_total"),
 }
-MEANS = ("twoscale_running_ratio",)  # gauges whose mean over the replicas is meant
+MEANS = ("twoscale_running_ratio",)  # gauges that are averaged over the replicas; all others are added
 
 
 class ReplicaMetrics:
-    """Adds up the metrics of replicas. What a dead replica had counted when it was last read stays in the totals, so that they never
-    decrease: Prometheus would take that for a reset."""
+    """Adds up the metrics of replicas. The last known counters of a dead replica stay in the totals, so that they never decrease:
+    Prometheus would take a decrease for a reset."""
 
     def __init__(self) -> None:
         self.counters: dict[str, dict[str, float]] = {}

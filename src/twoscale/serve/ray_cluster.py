@@ -1,4 +1,4 @@
-"""Ray on this machine, or a cluster that runs already (the extra `ray`).
+"""Starts Ray on this machine, or connects to a cluster that runs already (the extra `ray`).
 
 Ray reads most of its settings from the environment when it is imported, so nothing here imports it before `connected` does.
 """
@@ -32,13 +32,14 @@ SETTINGS = {
 
 @contextmanager
 def connected(cpus: float, gpus: int = 0, address: str = "") -> Iterator[None]:
-    """Ray as long as the block runs: a cluster at an address, or one on this machine, whose processes and files end with the block."""
+    """Connect to the Ray cluster at `address`, or start Ray on this machine, for the time of the `with` block. At its end the connection is
+    closed; the processes and files of a Ray that was started here are removed."""
     if importlib.util.find_spec("ray") is None:
         raise missing_package("--replicas needs Ray", "ray")
     if address:
         check_cluster(address)
     with tempfile.TemporaryDirectory(prefix="twoscale-ray-", dir=_temporary_root(), ignore_cleanup_errors=True) as folder:
-        where = {"address": address} if address else _start_here(cpus, gpus, folder)
+        where = {"address": address} if address else _local_init_arguments(cpus, gpus, folder)
         import ray
 
         try:
@@ -51,8 +52,8 @@ def connected(cpus: float, gpus: int = 0, address: str = "") -> Iterator[None]:
             ray.shutdown()
 
 
-def _start_here(cpus: float, gpus: int, folder: str) -> dict[str, Any]:
-    """Set the environment for a Ray on this machine; returns the arguments of ray.init."""
+def _local_init_arguments(cpus: float, gpus: int, folder: str) -> dict[str, Any]:
+    """The arguments of ray.init for a Ray on this machine; also sets the environment variables from which it reads other settings."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Ray is an extra
-"""Replicas by Ray Serve (the extra `ray`), which starts them, on this machine or in a cluster, and replaces those that die.
+"""Replicas as a deployment of Ray Serve (the extra `ray`), which starts them, on this machine or in a cluster, and replaces those that die.
 
     serve run twoscale.serve.ray_replicas:application model=bundled replicas=2
 
@@ -27,13 +27,13 @@ from starlette.responses import Response
 
 from twoscale.config import UserError
 from twoscale.serve.build import Settings, build_server
-from twoscale.serve.front import Front, ReplicaDied, create_front
+from twoscale.serve.proxy import Proxy, ReplicaDied, create_proxy_app
 from twoscale.serve.ray_router import FewestSequences
 from twoscale.serve.replica import HTTPRequest, Replica, ResponseStart
 
 START_SECONDS = 600.0  # large models take minutes to load
 METRICS_SECONDS = 10.0
-MAX_REQUESTS = 4096  # that Ray Serve sends to one process at a time: a replica has a queue of its own
+MAX_REQUESTS = 4096  # open requests of one process in Ray Serve. High, because a replica has its own queue and limits
 LOOPBACK = "127.0.0.1"
 ARGUMENTS = ("model", "replicas", "cpus", "policy", "max_num_seqs", "cache_mb")
 
@@ -66,18 +66,18 @@ class ServeReplica:
 
     def check_health(self) -> None:
         """Ray Serve replaces a replica for which this raises."""
-        if (failure := self.replica.server.worker.failure) is not None:
+        if (failure := self.replica.server.scheduler_thread.failure) is not None:
             raise RuntimeError(failure)
 
 
 def listen_on_loopback() -> None:
-    """Let this process listen for calls of other deployments on 127.0.0.1, where Ray Serve 2.60 takes every address of the machine."""
+    """Patch Ray Serve 2.60, which listens for calls of other deployments on all addresses of the machine: in this process on 127.0.0.1."""
     add_port = serve_replica.add_port_to_grpc_server
     serve_replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
 
 
 class RayReplicas:
-    """The replicas behind a handle of Ray Serve (`front.Replicas`)."""
+    """The replicas behind a deployment handle of Ray Serve. Implements `proxy.Replicas`."""
 
     def __init__(self, handle) -> None:
         self.handle, self.streaming = handle, handle.options(method_name="send", stream=True)
@@ -101,18 +101,18 @@ class RayReplicas:
 
 
 class Gateway:
-    """The front as a deployment, behind Ray Serve's own HTTP proxies."""
+    """The same proxy as a Ray Serve deployment, for `serve run`. Ray Serve's own HTTP proxies pass requests to it."""
 
     def __init__(self, handle, settings: Settings) -> None:
         key = os.environ.get("TWOSCALE_API_KEY") or None
-        self.app = create_front(Front(RayReplicas(handle), settings.limits, key))
+        self.app = create_proxy_app(Proxy(RayReplicas(handle), settings.limits, key))
 
     async def __call__(self, request: Request) -> Response:
         return AppResponse(self.app)
 
 
 class AppResponse(Response):
-    """Whatever an ASGI application responds to the request."""
+    """The response of an ASGI application to the request."""
 
     def __init__(self, app) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class AppResponse(Response):
 
 
 def bind_replicas(settings: Settings, replicas: int, cpus: int):
-    """The deployment of replicas with so many CPUs and threads each."""
+    """The deployment of `replicas` replicas, each with `cpus` CPUs and as many threads."""
     deployment = serve.deployment(
         name="replica",
         num_replicas=replicas,
@@ -136,11 +136,11 @@ def bind_replicas(settings: Settings, replicas: int, cpus: int):
         ray_actor_options={"num_cpus": cpus, "num_gpus": int(settings.device != "cpu")},
         request_router_config=RequestRouterConfig(request_router_class=FewestSequences),
     )(ServeReplica)
-    return deployment.bind(replace(settings, key=None), cpus)  # the front has checked the key
+    return deployment.bind(replace(settings, key=None), cpus)  # the proxy has checked the key
 
 
 def application(args: dict[str, str]):
-    """For `serve run` and Ray Serve's config files; takes ARGUMENTS, where cpus are those of each replica."""
+    """The application builder for `serve run` and Ray Serve's config files. Its arguments are ARGUMENTS; `cpus` is for each replica."""
     if unknown := sorted(set(args) - set(ARGUMENTS)):
         raise UserError(f"unknown argument {unknown[0]}: there are {', '.join(ARGUMENTS)}")
     numbers = {name: int(args[name]) for name in ("max_num_seqs", "cache_mb") if name in args}
@@ -151,15 +151,16 @@ def application(args: dict[str, str]):
 
 @contextmanager
 def deployed(settings: Settings, replicas: int, cpus: int) -> Iterator[RayReplicas]:
-    """Replicas where Ray is connected (`ray_cluster.connected`), when all of them run, as long as the block runs."""
+    """Start replicas in the connected Ray cluster (`ray_cluster.connected`) and wait until all of them run. They are stopped at the end of
+    the `with` block."""
     free = ray.available_resources()
     for unit, each in (("CPU", cpus), ("GPU", int(settings.device != "cpu"))):
-        if free.get(unit, 0) < replicas * each:  # Ray would wait for more machines
+        if free.get(unit, 0) < replicas * each:  # otherwise Ray would wait until machines are added to the cluster
             raise UserError(
                 f"the cluster has {free.get(unit, 0):g} of the {replicas * each} {unit}s that {replicas} replicas need: start fewer"
             )
     name = f"twoscale-{uuid.uuid4().hex[:8]}"
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it warns of a dead replica once for every request; the front does so itself
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it warns of a dead replica once for every request; the proxy does so itself
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
     target = serve.RunTarget(target=bind_replicas(settings, replicas, cpus), name=name, route_prefix=None)
     [handle] = serve.run_many([target], wait_for_applications_running=False)
@@ -183,7 +184,7 @@ def _wait_until_running(name: str) -> None:
 
 
 def _reason(message: str) -> str:
-    """The error at the end of a traceback, without the names of its class."""
+    """The message of the error at the end of a traceback, without the name of its class."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     problems = [line for line in lines if "Error: " in line]
     return problems[-1].partition("Error: ")[2] if problems else (lines[-1] if lines else "no reason was given")

@@ -8,8 +8,9 @@ from ray.serve.request_router import RequestRouter
 
 
 class FewestSequences(RequestRouter):
-    """Counts the sequences of the requests that this process has sent to each replica, from the moment when a replica is chosen:
-    requests that come together are spread, before any of them has arrived."""
+    """Least-loaded routing. The load of a replica is the number of sequences of the requests that this process has sent to it and that have
+    not ended. A request counts from the moment when its replica is chosen, not when it has arrived there: so requests that come at the same
+    time are spread over the replicas."""
 
     def initialize_state(self, **settings) -> None:
         self.sent = {}

@@ -1,4 +1,5 @@
-"""One of several servers behind a front: the same FastAPI application, called without a socket."""
+"""A replica: one of several servers behind a proxy. It has the same FastAPI application as a single server; it is called directly,
+without a socket."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -9,7 +10,7 @@ from twoscale.serve.app import create_app
 from twoscale.serve.logs import LOG
 from twoscale.serve.server import Server
 
-STOP_SECONDS = 5.0  # for a request to notice that its client has disconnected
+STOP_SECONDS = 5.0  # how long the application may run on after its client has disconnected, before it is cancelled
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,15 @@ class ResponseStart:
 
 
 class Replica:
-    """A server whose scheduler thread runs, and its application."""
+    """A server with its application. The scheduler thread is started."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.app = server, create_app(server)
-        server.worker.start()
+        server.scheduler_thread.start()
 
     async def send(self, request: HTTPRequest) -> AsyncGenerator[ResponseStart | bytes]:
-        """The response to a request: a ResponseStart, then its body. Closing the iterator is a client that disconnects."""
+        """The response to a request: a ResponseStart, then its body. If the caller closes the iterator, the application sees a client
+        that has disconnected."""
         scope: dict[str, Any] = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method, "scheme": "http",
             "path": request.path, "raw_path": request.path.encode(), "query_string": b"", "root_path": "",

@@ -16,7 +16,7 @@ from twoscale.model import LoopedGPT
 from twoscale.serve.api import MAX_PROMPTS, CompletionRequest, InvalidRequest, engine_requests
 from twoscale.serve.connections import Connections
 from twoscale.serve.limits import Limits
-from twoscale.serve.worker import Worker
+from twoscale.serve.scheduler_thread import SchedulerThread
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Server:
         self.max_loops = max(self.limits.max_loops, default_loops)
         self.max_prompt_chars = model.config.block_size * max(1, int(tokenizer.byte_lengths().max()))
         """Prompts of more characters cannot fit the context, and are refused without tokenizing them: a character has at least one byte."""
-        self.worker = Worker(scheduler, self.limits.max_queue)
+        self.scheduler_thread = SchedulerThread(scheduler, self.limits.max_queue)
         self.connections = Connections(self.limits)
         self.started = int(time.time())
         self.n_rejected = 0
@@ -123,7 +123,7 @@ class Server:
         if len(requests) > self.limits.max_queue:
             raise InvalidRequest(f"at most {self.limits.max_queue} completions fit the queue of this server", "n")
         for request in requests:
-            self.worker.scheduler.check(request)
+            self.scheduler_thread.scheduler.check(request)
         return [Choice(r, TextStream(self.tokenizer, r.prompt, r.sampling.stop, r.sampling.stop_token_ids)) for r in requests]
 
     async def stream_choices(self, choices: list[Choice]) -> AsyncIterator[tuple[int, str, int]]:
@@ -132,7 +132,7 @@ class Server:
         At the time limit the choices end with the tokens they have; TimeoutError if there are none.
         """
         try:
-            async for i, update in self.worker.submit_and_stream([c.request for c in choices], self.limits.timeout):
+            async for i, update in self.scheduler_thread.submit_and_stream([c.request for c in choices], self.limits.timeout):
                 choice = choices[i]
                 if choice.finish_reason is None:
                     yield i, choice.add_tokens(update.first, update.last, update.done), update.first
@@ -209,7 +209,7 @@ class Server:
 
     def metrics(self) -> str:
         """Metrics in Prometheus's text format. A sequence is one prompt with one completion; an HTTP request may have several."""
-        s, c = self.worker.scheduler, self.worker.scheduler.counters
+        s, c = self.scheduler_thread.scheduler, self.scheduler_thread.scheduler.counters
         lines = []
 
         def add(name: str, kind: str, help_text: str, *values: tuple[str, float]) -> None:

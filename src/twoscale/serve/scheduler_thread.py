@@ -1,4 +1,4 @@
-"""The thread that runs the scheduler, and how requests are submitted to it and followed from an asyncio event loop."""
+"""The thread that runs the scheduler. An asyncio event loop submits requests to it and receives their tokens."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,10 @@ INTERNAL_ERROR = "internal server error"
 
 
 class InternalError(Exception):
-    """A request that failed by a fault of the server."""
+    """A request has failed because of an error in the server."""
 
 
-class Busy(Exception):
+class Unavailable(Exception):
     """The queue is full, the server is shutting down, or the scheduler's thread has ended with an exception."""
 
 
@@ -30,7 +30,7 @@ class Update:
     done: bool
 
 
-class Worker:
+class SchedulerThread:
     """Runs the scheduler in its own thread."""
 
     def __init__(self, scheduler: Scheduler, max_queue: int = 256) -> None:
@@ -87,7 +87,7 @@ class Worker:
                 loop.call_soon_threadsafe(_put_all, loop_events)
 
     def submit(self, requests: list[Request]) -> None:
-        """Add requests to the scheduler, all of them or none; Busy or UserError if they cannot be served."""
+        """Add requests to the scheduler, all of them or none; Unavailable or UserError if they cannot be served."""
         self.check_queue(len(requests))
         for request in requests:
             self.scheduler.check(request)
@@ -98,11 +98,11 @@ class Worker:
         self._wake.set()
 
     def check_queue(self, n_requests: int) -> None:
-        """Raise Busy if `n_requests` more do not fit the queue, the server is shutting down, or the scheduler's thread has ended."""
+        """Raise Unavailable if `n_requests` more do not fit the queue, the server is shutting down, or the scheduler's thread has ended."""
         if self.failure is not None or self.stopping:
-            raise Busy("the server is shutting down" if self.failure is None else INTERNAL_ERROR)
+            raise Unavailable("the server is shutting down" if self.failure is None else INTERNAL_ERROR)
         if len(self.scheduler.waiting) + n_requests > self.max_queue:
-            raise Busy("too many requests are waiting")
+            raise Unavailable("too many requests are waiting")
 
     async def submit_and_stream(self, requests: list[Request], timeout: float) -> AsyncIterator[tuple[int, Update]]:
         """Submit requests and yield (index of the request, update) as tokens are generated. Closing the iterator cancels them."""

@@ -1,4 +1,4 @@
-"""The front of several replicas, with replicas in this process that can be made to die. Ray's own part is in test_ray.py."""
+"""The proxy of several replicas, with replicas in this process that can be made to die. Ray's own part is in test_ray.py."""
 
 import asyncio
 import json
@@ -13,10 +13,10 @@ from twoscale.engine.scheduler import Scheduler
 pytest.importorskip("fastapi", reason="fastapi is not installed (the extra twoscale[serve])")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed (the extra twoscale[test])")
 
-from twoscale.serve.front import DIED, Front, ReplicaDied, create_front, n_sequences  # noqa: E402
 from twoscale.serve.limits import Limits  # noqa: E402
 from twoscale.serve.local import listen  # noqa: E402
 from twoscale.serve.metrics import ReplicaMetrics, is_counter, parse_metrics  # noqa: E402
+from twoscale.serve.proxy import DIED, Proxy, ReplicaDied, create_proxy_app, n_sequences  # noqa: E402
 from twoscale.serve.replica import HTTPRequest, Replica, ResponseStart  # noqa: E402
 from twoscale.serve.server import Server  # noqa: E402
 
@@ -49,22 +49,22 @@ class Pair:
 
     def stop(self) -> None:
         for replica in self.replicas:
-            replica.server.worker.stop()
+            replica.server.scheduler_thread.stop()
 
 
 def ask(pair: Pair, *bodies: dict[str, object], path: str = "/v1/completions", key: str | None = None):  # type: ignore[no-untyped-def]
-    """The responses of a front to requests at the same time, and the front."""
-    front = Front(pair, Limits(timeout=30.0), key)
+    """The responses of a proxy to requests at the same time, and the proxy."""
+    proxy = Proxy(pair, Limits(timeout=30.0), key)
 
     async def run():  # type: ignore[no-untyped-def]
-        transport = httpx.ASGITransport(app=create_front(front))
-        async with httpx.AsyncClient(transport=transport, base_url="http://front", timeout=60) as client:
+        transport = httpx.ASGITransport(app=create_proxy_app(proxy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy", timeout=60) as client:
             if not bodies:
                 return [await client.get(path)]
             return await asyncio.gather(*(client.post(path, json=body) for body in bodies))
 
     try:
-        return asyncio.run(run()), front
+        return asyncio.run(run()), proxy
     finally:
         pair.stop()
 
@@ -77,7 +77,7 @@ def texts_of(stream: str) -> list[dict[str, object]]:
 
 
 def test_same_answer(loaded) -> None:  # type: ignore[no-untyped-def]
-    """Through a front a request has the answer of a server alone; errors, unknown paths and the model list are the server's own."""
+    """Through a proxy a request has the answer of a server alone; errors, unknown paths and the model list are the server's own."""
     import twoscale
 
     model, tokenizer = loaded
@@ -97,8 +97,8 @@ def test_same_answer(loaded) -> None:  # type: ignore[no-untyped-def]
 def test_retried(dies_after: int, stream: bool, loaded) -> None:  # type: ignore[no-untyped-def]
     """A replica that dies before anything was sent to the client: another one answers, once."""
     pair = Pair(loaded, dies_after)
-    ([response], front) = ask(pair, {**BODY, "stream": stream})
-    assert response.status_code == 200 and pair.n_sent == 2 and front.n_retried == 1
+    ([response], proxy) = ask(pair, {**BODY, "stream": stream})
+    assert response.status_code == 200 and pair.n_sent == 2 and proxy.n_retried == 1
     assert response.text.count('"finish_reason": "length"' if stream else '"finish_reason":"length"') == 1
 
 
@@ -127,9 +127,9 @@ async def _always_dying(request: HTTPRequest, sequences: int) -> AsyncGenerator[
 def test_metrics_add_up(loaded) -> None:  # type: ignore[no-untyped-def]
     """Counters and sizes of all replicas are added, means and shares are computed from the totals, and every metric is there once."""
     pair = Pair(loaded)
-    (_, front) = ask(pair, BODY, BODY)
+    (_, proxy) = ask(pair, BODY, BODY)
     each = [parse_metrics(text) for text in asyncio.run(pair.metrics()).values()]
-    text = asyncio.run(front.metrics())
+    text = asyncio.run(proxy.metrics())
     total = parse_metrics(text)
     assert total["twoscale_tokens_total"] == 12 and total["twoscale_replicas"] == 2
     mean = total['twoscale_loop_steps_total{group="0"}'] / total["twoscale_processed_tokens_total"]
@@ -177,7 +177,7 @@ def test_totals_of_the_dead() -> None:
     ],
 )  # fmt: skip
 def test_n_sequences(body: bytes, sequences: int) -> None:
-    """The front counts as many sequences as a request asks for."""
+    """The proxy counts as many sequences as a request asks for."""
     assert n_sequences(body) == sequences
 
 
@@ -191,7 +191,7 @@ def test_replica_stops_with_its_client(loaded, tmp_path: Path) -> None:  # type:
         assert isinstance(await anext(messages), ResponseStart) and await anext(messages)
         await messages.aclose()
         for _ in range(200):
-            if not pair.replicas[0].server.worker.scheduler.running:
+            if not pair.replicas[0].server.scheduler_thread.scheduler.running:
                 return
             await asyncio.sleep(0.02)
         raise AssertionError("the sequence goes on")

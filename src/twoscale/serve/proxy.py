@@ -1,7 +1,8 @@
-"""The front of several replicas: takes HTTP requests, sends each to a replica, and to another one if it dies before the response began.
+"""A load-balancing reverse proxy for several replicas. It sends each HTTP request to a replica, and again to another one if the first dies
+before its response has begun.
 
-A response that is not streamed is sent when it is complete, so its request can always be retried. A streamed one can until its first
-event; after that it ends with an error event, as OpenAI's clients expect it, and without `[DONE]`.
+A response that is not streamed is passed on when it is complete, so its request can always be retried. A streamed one can be retried until
+its first event; if the replica dies later, the stream ends with an error event, as OpenAI's clients expect it, and without `[DONE]`.
 """
 
 import asyncio
@@ -21,10 +22,10 @@ from twoscale.serve.limits import Limits
 from twoscale.serve.logs import LOG
 from twoscale.serve.metrics import ReplicaMetrics
 from twoscale.serve.replica import HTTPRequest, ResponseStart
-from twoscale.serve.worker import INTERNAL_ERROR
+from twoscale.serve.scheduler_thread import INTERNAL_ERROR
 
 ATTEMPTS = 5
-GRACE = 10.0  # seconds beyond a replica's own time limit
+GRACE = 10.0  # seconds that the proxy waits beyond a replica's own time limit
 HEALTH_SECONDS = 5.0
 DIED = "the replica that generated this text died: send the request again"
 METHODS = ["GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"]
@@ -35,16 +36,16 @@ class ReplicaDied(Exception):
 
 
 class Replicas(Protocol):
-    """Several replicas. Each request goes to the one with the fewest sequences."""
+    """Several replicas, from which the one with the fewest sequences is chosen for each request."""
 
     def send(self, request: HTTPRequest, sequences: int) -> AsyncGenerator[ResponseStart | bytes]:
-        """`Replica.send` of one of them; ReplicaDied if it ends meanwhile."""
+        """`Replica.send` of the chosen one; ReplicaDied if it dies before the response is complete."""
 
     async def metrics(self) -> dict[str, str]:
         """The metrics of all that are alive, in Prometheus's text format, by replica id; TimeoutError if one does not answer."""
 
 
-class Front:
+class Proxy:
     """Sends requests to replicas and their responses to clients."""
 
     def __init__(self, replicas: Replicas, limits: Limits | None = None, key: str | None = None) -> None:
@@ -71,7 +72,7 @@ class Front:
             return error(503 if message.path == "/health" else 504, f"no replica answered within {seconds:g} seconds")
 
     async def _send(self, request: HTTPRequest, seconds: float) -> Response:
-        """The response of the first replica that does not die before it begins."""
+        """The response to a request, which is sent to another replica as long as replicas die before their response has begun."""
         sequences = n_sequences(request.body)
         async with asyncio.timeout(seconds):
             for _ in range(ATTEMPTS):
@@ -117,7 +118,7 @@ class Front:
             await messages.aclose()
 
     async def metrics(self) -> str:
-        """The totals of all replicas, and what the front counts itself."""
+        """The totals of all replicas, and what the proxy counts itself."""
         each = await self.replicas.metrics()
         own = [
             ("replicas", "gauge", "Replicas that are alive.", len(each)),
@@ -129,11 +130,11 @@ class Front:
         return self.totals.update(each, connections) + "".join(lines)
 
 
-def create_front(front: Front) -> Starlette:
-    """The ASGI application of a front."""
-    app = Starlette(routes=[Route("/{path:path}", front.respond, methods=METHODS)])
-    app.state.connections = front.connections
-    app.add_middleware(RequestGuard, server=front)
+def create_proxy_app(proxy: Proxy) -> Starlette:
+    """The ASGI application of a proxy."""
+    app = Starlette(routes=[Route("/{path:path}", proxy.respond, methods=METHODS)])
+    app.state.connections = proxy.connections
+    app.add_middleware(RequestGuard, settings=proxy)
     return app
 
 
