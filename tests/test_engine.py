@@ -18,7 +18,7 @@ from reference_rules import leaves
 from twoscale import exits
 from twoscale.config import ModelConfig
 from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
-from twoscale.engine import Engine, Loop, loop_params
+from twoscale.engine import Engine, LoopRows, loop_params
 from twoscale.engine.kernels.library import c_library
 from twoscale.engine.kernels.quantize import quantize
 from twoscale.engine.rows import Rows, make_part
@@ -70,12 +70,12 @@ class Noting(exits.Rule):
         return self.rule.token_by_token
 
     @property
-    def follows_steps(self) -> bool:  # type: ignore[override]
-        return self.rule.follows_steps
+    def needs_previous_update(self) -> bool:  # type: ignore[override]
+        return self.rule.needs_previous_update
 
     def measure(self, view: exits.StepView) -> Tensor:
         value = torch.as_tensor(self.rule.measure(view)).expand(len(view.rows.positions))
-        keys = zip(view.rows.batch_indices.tolist(), view.rows.positions.tolist(), view.rows.k.tolist(), strict=True)
+        keys = zip(view.rows.prompt_indices.tolist(), view.rows.positions.tolist(), view.rows.k.tolist(), strict=True)
         self.notes.update({(b, t, view.group, k): v for (b, t, k), v in zip(keys, value.tolist(), strict=True)})
         return value
 
@@ -220,7 +220,7 @@ def test_rows_of_different_depths_share_calls() -> None:
     ids = [[3], [9], [27], [50]]
     wanted = [token_by_token(Engine(model), [row], exit=rule, loops=8) for row in ids]
     engine, params = Engine(model), loop_params(model, exit=rule, loops=8)
-    loop, results = Loop(engine, 0), {}
+    loop, results = LoopRows(engine, 0), {}
     waiting = list(range(len(ids)))
     with torch.inference_mode():
         while waiting or len(loop):
@@ -232,7 +232,7 @@ def test_rows_of_different_depths_share_calls() -> None:
                 loop.admit(rows, engine.embed(rows))
             finished = loop.advance()
             if finished is not None:
-                results.update({part.batch_index: (x, part.loop_step) for part, x in zip(finished.rows.parts, finished.x, strict=True)})
+                results.update({part.prompt_index: (x, part.loop_step) for part, x in zip(finished.rows.parts, finished.x, strict=True)})
     assert len({n for _, n in results.values()}) > 1, "the rows should differ in depth"
     for b in range(len(ids)):
         x, n = results[b]

@@ -31,7 +31,7 @@ class Who:
         return torch.full((self.n,), self.steps)
 
     @property
-    def batch_indices(self) -> Tensor:
+    def prompt_indices(self) -> Tensor:
         return torch.zeros(self.n, dtype=torch.int64)
 
     @property

@@ -16,7 +16,7 @@ import twoscale
 from models import LAYOUTS, loud, small_model
 from twoscale import exits
 from twoscale.config import ModelConfig
-from twoscale.engine import Engine, Loop, Request, SamplingParams, Scheduler, loop_params
+from twoscale.engine import Engine, LoopRows, Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.kernels.library import c_library
 from twoscale.engine.kernels.native_rows import FusedLoop, NativeStatistic
@@ -45,7 +45,7 @@ def _nan_in_fresh_memory() -> Iterator[None]:
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
-    """Loops take their steps one by one, as `Loop.step` defines them."""
+    """Loops take their steps one by one, as `LoopRows.step` defines them."""
     with mock.patch.object(FusedLoop, "applies", staticmethod(lambda loop: False)):
         yield
 
@@ -182,10 +182,10 @@ def test_subclass_with_its_own_test() -> None:
     assert steps[0] == [[3, 3], [4, 4], [5, 5]]
 
 
-def a_loop(model: LoopedGPT, rule: exits.Rule | None, n: int) -> tuple[Engine, Loop]:
+def a_loop(model: LoopedGPT, rule: exits.Rule | None, n: int) -> tuple[Engine, LoopRows]:
     """`n` tokens of one sequence and one of another inside the first group."""
     engine, stage = Engine(model), next(i for i, (_, group) in enumerate(model.config.stages) if group is not None)
-    loop, parts = Loop(engine, stage), []
+    loop, parts = LoopRows(engine, stage), []
     for b, count in enumerate((n, 1)):
         cache = engine.new_cache(8, loop_params(model, exit=rule, loops=LOOPS))
         parts.append(make_part(b, cache, cache.extend(count), count))
@@ -197,14 +197,14 @@ def a_loop(model: LoopedGPT, rule: exits.Rule | None, n: int) -> tuple[Engine, L
 
 
 @torch.inference_mode()
-def all_exits(loop: Loop, limits: list[float], interrupt: Interrupt) -> tuple[list[Any], list[int]]:
+def all_exits(loop: LoopRows, limits: list[float], interrupt: Interrupt) -> tuple[list[Any], list[int]]:
     """The rows in the order in which they exit, and the steps of each call."""
     exited, calls = [], []
     while len(loop):
         rows = loop.advance(limits[len(calls) % len(limits)], interrupt)
         calls.append(loop.steps_taken)
         if rows is not None:
-            exited.append([(part.batch_index, part.positions, part.loop_step) for part in rows.rows.parts if part.count == 1])
+            exited.append([(part.prompt_index, part.positions, part.loop_step) for part in rows.rows.parts if part.count == 1])
             exited.append(rows.x.clone())
     return exited, calls
 
@@ -219,7 +219,7 @@ def test_any_cut(rule: exits.Rule | None) -> None:
         assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(got, wanted, strict=True))
 
 
-def sequences_in_a_loop(model: LoopedGPT, rules: list[exits.Rule | None]) -> Loop:
+def sequences_in_a_loop(model: LoopedGPT, rules: list[exits.Rule | None]) -> LoopRows:
     """One token of a sequence for each rule in the first group, all levels of the caches allocated."""
     engine = Engine(model)
     caches = [engine.new_cache(4, loop_params(model, exit=rule, loops=LOOPS)) for rule in rules]
@@ -231,7 +231,7 @@ def sequences_in_a_loop(model: LoopedGPT, rules: list[exits.Rule | None]) -> Loo
         torch.tensor([[0] * len(rules), [5] * len(rules)]),
         engine.kernels,
     )
-    loop = Loop(engine, next(i for i, stage in enumerate(engine.stages) if isinstance(stage, LoopGroup)))
+    loop = LoopRows(engine, next(i for i, stage in enumerate(engine.stages) if isinstance(stage, LoopGroup)))
     x = engine.embed(rows)
     loop.admit(rows, x + torch.arange(len(rules))[:, None] * 0.1)
     return loop
@@ -250,7 +250,7 @@ def test_rows_exit_in_one_call(layout: str) -> None:
             exited = loop.advance(limit, Interrupt(), steps_after_exit)
             calls.append(loop.steps_taken)
             if exited is not None:
-                found |= {part.batch_index: (part.loop_step, exited.x[i]) for i, part in enumerate(exited.rows.parts)}
+                found |= {part.prompt_index: (part.loop_step, exited.x[i]) for i, part in enumerate(exited.rows.parts)}
                 assert loop.steps_since_exit <= min(steps_after_exit, LOOPS)
         return found, calls
 
@@ -305,7 +305,7 @@ def test_batches_exit_in_one_call() -> None:
     model, rule = MODELS["one group"], exits.Acceleration(4.0)
     calls, run = [], FusedLoop.run
 
-    def counted(self: FusedLoop, loop: Loop, *rest: Any) -> Any:
+    def counted(self: FusedLoop, loop: LoopRows, *rest: Any) -> Any:
         calls.append(len(loop))
         return run(self, loop, *rest)
 

@@ -20,7 +20,7 @@ from twoscale import exits
 from twoscale.bench.timing import interleaved, timed
 from twoscale.config import ModelConfig
 from twoscale.config.dtypes import KVDtype
-from twoscale.engine import Engine, Loop, forward, loop_params
+from twoscale.engine import Engine, LoopRows, forward, loop_params
 from twoscale.engine.cache import Cache, bytes_per_token
 from twoscale.engine.kernels import InferenceCopy, KernelName, Kernels, TorchKernels, optimize_for_inference
 from twoscale.engine.kernels.packed import can_pack, pack, packed_linear
@@ -78,7 +78,7 @@ class Steps:
             if isinstance(module, LoopGroup):
                 parts = [make_part(b, cache, self.context, 1) for b, cache in enumerate(self.caches)]
                 tokens = torch.arange(len(parts), device=self.engine.device)
-                loop = Loop(self.engine, stage)
+                loop = LoopRows(self.engine, stage)
                 loop.admit(Rows(parts, torch.stack((torch.full_like(tokens, self.context), tokens)), self.engine.kernels), self.e)
                 while len(loop):
                     loop.advance(math.inf)

@@ -16,7 +16,7 @@ import torch
 from twoscale.bench.family import bench_family
 from twoscale.bench.serve import Load, closed_loop
 from twoscale.config import UserError
-from twoscale.engine import Loop, Request, SamplingParams, Scheduler, loop_params
+from twoscale.engine import LoopRows, Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import NO_INTERRUPT
@@ -138,7 +138,7 @@ class PassCosts:
 
         def steps(width: int) -> Iterator[Callable[[], None]]:
             for _ in range(self.repeats):
-                loop = Loop(self.engine, group_stage)
+                loop = LoopRows(self.engine, group_stage)
                 parts = [make_part(0, self.cache, self.length + i, 1) for i in range(width)]
                 positions_and_tokens = torch.tensor([list(range(self.length, self.length + width)), [2] * width])
                 loop.admit(Rows(parts, positions_and_tokens, self.engine.kernels), torch.zeros(width, self.engine.config.n_embd))

@@ -6,7 +6,7 @@ The glossary in docs/architecture.md defines loop group, loop step, exit rule, l
 from twoscale.engine.engine import Engine
 from twoscale.engine.forward import Forward, forward
 from twoscale.engine.generate import Generation, generate, stream
-from twoscale.engine.loop import Loop
+from twoscale.engine.loop import LoopRows
 from twoscale.engine.request import LoopParams, Request, SamplingParams, loop_params
 from twoscale.engine.scheduler import Scheduler
 
@@ -14,8 +14,8 @@ __all__ = [
     "Engine",
     "Forward",
     "Generation",
-    "Loop",
     "LoopParams",
+    "LoopRows",
     "Request",
     "SamplingParams",
     "Scheduler",

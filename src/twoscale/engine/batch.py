@@ -18,17 +18,17 @@ from torch import Tensor
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import NO_INTERRUPT, Interrupt
-from twoscale.engine.loop import ExitedRows, Loop
+from twoscale.engine.loop import ExitedRows, LoopRows
 from twoscale.engine.request import Request, RequestGroup
 from twoscale.engine.rows import Part, Rows, concat_rows, make_part
 from twoscale.model.group import LoopGroup
 
 
 class Entry(NamedTuple):
-    """The next tokens of one sequence."""
+    """The next tokens of one sequence, to be added to a batch."""
 
-    batch_index: int
-    """Index of the sequence in the caller's batch, such as `Request.prompt_index`."""
+    prompt_index: int
+    """Index of the sequence among the caller's prompts (`Request.prompt_index`)."""
     cache: Cache
     tokens: Sequence[int]
     request: Request | None
@@ -50,7 +50,8 @@ class Chunk:
     steps_by_group: list[list[int]]
     """[group][token]: loop steps taken."""
     loop_outputs: Tensor | None = None
-    """(n, C): while some of the tokens are in a loop, the outputs of the others; None: no token has exited before the others."""
+    """(n, C): outputs of the current loop for the tokens that have exited it while others are still inside (their rows are not set yet);
+    None if all tokens are inside, or none."""
     final_states: Tensor = field(init=False, repr=False)
     """(n, C): the states before the final norm; set at the end of the network."""
     start: list[Tensor] | None = None
@@ -102,7 +103,7 @@ class Batch:
         self.engine = engine
         self.chunks: set[Chunk] = set()
         self.waiting: dict[int, list[WaitingRows]] = {}
-        self.loop_of_stage: dict[int, Loop] = {}
+        self.loop_of_stage: dict[int, LoopRows] = {}
         """The loops that have rows, by stage index."""
         self.stage_passes = 0
         self.rows_computed = 0
@@ -128,7 +129,7 @@ class Batch:
         for first, entry in zip(first_positions, entries, strict=True):
             n = len(entry.tokens)
             row_range = slice(first_row, first_row + n)
-            part = make_part(entry.batch_index, entry.cache, first, n)
+            part = make_part(entry.prompt_index, entry.cache, first, n)
             own = positions_and_tokens if len(entries) == 1 else positions_and_tokens[:, row_range]
             chunk = part.chunk = Chunk(part, own, entry.request, [[0] * n for _ in range(groups)])
             if start is not None:
@@ -201,7 +202,7 @@ class Batch:
     def _advance_loop(self, stage: int, waiting: list[WaitingRows], budget: StepBudget | None) -> None:
         loop = self.loop_of_stage.get(stage)
         if loop is None:
-            loop = self.loop_of_stage[stage] = Loop(self.engine, stage)
+            loop = self.loop_of_stage[stage] = LoopRows(self.engine, stage)
         if waiting:
             self._admit(loop, waiting)
         rows = loop.rows
@@ -229,15 +230,15 @@ class Batch:
             self._exit(stage, exited, loop.steps_since_exit)
 
     def _advance_rows(
-        self, loop: Loop, rows: Rows, max_steps: float, interrupt: Interrupt, steps_after_exit: float, budget: StepBudget | None
+        self, loop: LoopRows, rows: Rows, max_steps: float, interrupt: Interrupt, steps_after_exit: float, budget: StepBudget | None
     ) -> ExitedRows | None:
-        """`Loop.advance`, with the steps of each row counted."""
+        """`LoopRows.advance`, with the steps of each row counted."""
         before = [part.loop_step for part in rows.parts]
         exited = loop.advance(max_steps, interrupt, steps_after_exit)
         self._count_passes(rows, [part.loop_step - k for part, k in zip(rows.parts, before, strict=True)], len(loop.layers), budget)
         return exited
 
-    def _collect_failures(self, loop: Loop) -> None:
+    def _collect_failures(self, loop: LoopRows) -> None:
         for parts, error in loop.failures:
             requests = dict.fromkeys(part.chunk.request for part in parts)
             if None in requests:  # the caller is Engine.run, not a scheduler
@@ -245,7 +246,7 @@ class Batch:
             self.failures += [(request, error) for request in requests]
         loop.failures.clear()
 
-    def _admit(self, loop: Loop, waiting: list[WaitingRows]) -> None:
+    def _admit(self, loop: LoopRows, waiting: list[WaitingRows]) -> None:
         rows = concat_rows(w.rows for w in waiting)
         start, group = None, loop.group.index
         for chunk in (chunk for w in waiting for chunk in w.chunks):

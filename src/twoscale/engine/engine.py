@@ -158,7 +158,7 @@ class Engine:
         if any(cache.loop_params.token_by_token and len(new) > 1 for _, cache, new in inputs):
             return self._run_token_by_token(inputs, start, stage_states)
         batch = Batch(self)
-        entries = [Entry(batch_index, cache, new, None) for batch_index, cache, new in inputs]
+        entries = [Entry(prompt_index, cache, new, None) for prompt_index, cache, new in inputs]
         chunks = batch.enter(entries, start, keep_stage_states=stage_states is not None)
         while len(batch):
             batch.advance(batch.earliest_stage)
@@ -179,7 +179,7 @@ class Engine:
             rows = torch.tensor([firsts[i] + t for i in live], device=self.device)
             own_start = None if start is None else [group_start[rows] for group_start in start]
             own_states: list[Tensor] | None = None if stage_states is None else []
-            one_each = [(batch_index, cache, new[t : t + 1]) for batch_index, cache, new in (inputs[i] for i in live)]
+            one_each = [(prompt_index, cache, new[t : t + 1]) for prompt_index, cache, new in (inputs[i] for i in live)]
             states, taken = self.run(one_each, own_start, own_states)
             x = states.new_empty(firsts[-1], self.config.n_embd) if x is None else x
             x[rows], steps[rows] = states, taken

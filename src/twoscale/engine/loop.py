@@ -1,5 +1,5 @@
-"""Rows inside one loop group. `step` applies the group's map once to all of them; they may be at different loop steps. `advance` takes
-several steps, in one call of a fused kernel if the kernels have one.
+"""The rows that are inside one loop group now (`LoopRows`). `step` applies the group's map once to all of them; they may be at different
+loop steps. `advance` takes several steps, in one call of a fused kernel if the kernels have one.
 
 Rows may join between two steps. They exit one by one: when their exit rule fires, or at their request's maximum number of loop steps.
 
@@ -34,8 +34,8 @@ class ExitedRows:
     """(n, C): output of the group."""
 
 
-class Loop:
-    """The rows inside one group and their states."""
+class LoopRows:
+    """The rows that are inside one loop group now, with their states, and the exit rules of their requests."""
 
     def __init__(self, engine: "Engine", stage_index: int) -> None:
         group = engine.stages[stage_index]
@@ -59,7 +59,11 @@ class Loop:
         return 0 if self.rows is None else self.rows.n
 
     def admit(self, rows: Rows, e: Tensor, start: Tensor | None = None) -> None:
-        """Add rows with the group's input e (N, C). The rows that are inside already are not affected."""
+        """Add rows with the group's input e (N, C). The rows that are inside already are not affected.
+
+        Every loop step uses the input again: it is injected (`config.inject`). Its share of a step is the same in all of them, so it is
+        computed once here (`LoopGroup.inject`) and added at each step; None if the group injects nothing.
+        """
         g = self.group.index
         for part in rows.parts:
             part.loop_step = 0
@@ -76,11 +80,11 @@ class Loop:
         self.rope = self.engine.rope(rows)
         self.fused: FusedLoop | None = None
         """The fused kernel for these rows, made at the first step; None if the kernels have none for them."""
-        self.fused_is_chosen = False
-        """Whether the kernels have decided on `fused`."""
+        self.fused_decided = False
+        """Whether the kernels have decided if these rows get a fused kernel (`fused`)."""
         self._attention_of_layer: AttentionOfLayer | None = None
-        self.last_steps = [part.cache.loop_params.loops[self.group.index] for part in rows.parts]
-        """For each part the loop step after which its rows exit in any case."""
+        self.step_limits = [part.cache.loop_params.loops[self.group.index] for part in rows.parts]
+        """For each part its request's maximum number of loop steps (`loops`): its rows exit there at the latest."""
         self.allocated_steps = [self._allocated(part) for part in rows.parts]
         """For each part the loop step up to which the levels of its cache are allocated."""
 
@@ -113,7 +117,7 @@ class Loop:
         self.steps_taken = self.steps_since_exit = 0
         if self.needs_levels() and not self._allocate_levels(rows):
             return None
-        limit = min(max_steps, max(self.last_steps))
+        limit = min(max_steps, max(self.step_limits))
         before = sum(part.loop_step * part.count for part in rows.parts)
         steps = self.stage_kernels.iterate(self, int(limit), interrupt, int(min(steps_after_exit, limit)))
         self.steps_taken, self.x = steps.taken, steps.after
@@ -130,7 +134,7 @@ class Loop:
         rows, before = self.rows, self.x
         assert rows is not None
         at_limit = False
-        for part, limit in zip(rows.parts, self.last_steps, strict=True):
+        for part, limit in zip(rows.parts, self.step_limits, strict=True):
             part.loop_step += 1
             at_limit = at_limit or part.loop_step >= limit
         x = before if self.engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
@@ -143,7 +147,7 @@ class Loop:
         if rows.n == 1:
             return LoopSteps(1, before, after, bool(exits or at_limit), bool(return_previous))
         if at_limit:
-            ended = [part.loop_step >= limit for part, limit in zip(rows.parts, self.last_steps, strict=True) for _ in range(part.count)]
+            ended = [part.loop_step >= limit for part, limit in zip(rows.parts, self.step_limits, strict=True) for _ in range(part.count)]
             exits = torch.tensor(ended, device=after.device) | exits
         return LoopSteps(1, before, after, exits, return_previous)
 
@@ -205,17 +209,19 @@ class Loop:
             first += part.count
         return torch.cat(each)
 
-    def _read(self, rows: Rows, x: Tensor, readout: str) -> Tensor:
-        """What exit rules read out of states x (n, C): logits (n, V), or the probability (n,) of the gate.
+    def _read(self, rows: Rows, x: Tensor, kind: str) -> Tensor:
+        """What exit rules read from states x (n, C). `kind` is one of:
 
-        `lens` applies the final norm and the head to the state. `coda` runs the plain layers after the last group (the coda) before that.
+        lens   logits (n, V) of the final norm and the head on the state (logit lens)
+        coda   the same after the plain layers behind the last group (the coda) have been run on the state
+        gate   the exit probability (n,) of the group's learned gate
         """
         model = self.engine.model
-        if readout == "gate":
+        if kind == "gate":
             assert self.group.gate is not None
             return self.group.gate(x).sigmoid().squeeze(-1)
         last = len(self.engine.stages) - 1
-        if readout == "coda" and not isinstance(self.engine.stages[last], LoopGroup):
+        if kind == "coda" and not isinstance(self.engine.stages[last], LoopGroup):
             # The keys and values that the coda writes are provisional: the next read-out and the token's own pass overwrite them.
             assert rows.one_row_per_part, "a rule that runs the coda needs one token of each sequence at a time"
             x = self.engine.run_plain_stage(last, self.group.output(x), rows)

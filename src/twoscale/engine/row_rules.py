@@ -19,11 +19,12 @@ from twoscale.exits import Rule, RuleState
 from twoscale.exits.rule import Numbers, UpdateNormsFunction
 from twoscale.exits.statistics import Condition
 
-Read = Callable[[Rows, Tensor, str], Tensor]  # (rows, states (n, C), "lens" | "coda" | "gate") -> logits or probabilities: `Loop._read`
+# (rows, states (n, C), kind) -> logits (n, V) for the kinds "lens" and "coda", exit probabilities (n,) for "gate"; see `LoopRows._read`
+Read = Callable[[Rows, Tensor, str], Tensor]
 
 
 class PreviousUpdates:
-    """The previous update D of every row, for rules that compare updates (`Rule.follows_steps`)."""
+    """The previous update D of every row, for rules with `needs_previous_update`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -54,7 +55,7 @@ class PreviousUpdates:
 
 
 class RuleRowView:
-    """Loop steps, batch indices, positions and tokens of the rows of one rule, gathered lazily. Implements `exits.rule.Tokens`."""
+    """Loop steps, prompt indices, positions and tokens of the rows of one rule, gathered lazily. Implements `exits.rule.RowInfo`."""
 
     same_k: None = None
 
@@ -68,8 +69,8 @@ class RuleRowView:
         return self.all_k.index_select(0, self.index)
 
     @cached_property
-    def batch_indices(self) -> Tensor:
-        return self.rows.batch_indices.index_select(0, self.index)
+    def prompt_indices(self) -> Tensor:
+        return self.rows.prompt_indices.index_select(0, self.index)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -120,7 +121,7 @@ class LoopExitRules:
             new += range(self.n, self.n + part.count)
             self.n += part.count
         for rule, new in by_rule:
-            if self.previous_updates is None and rule is not None and rule.follows_steps:
+            if self.previous_updates is None and rule is not None and rule.needs_previous_update:
                 self.previous_updates = PreviousUpdates(self.kernels)
             same_rule = next((entry for entry in self.by_rule if _same(entry.rule, rule)), None)
             if same_rule is None:
@@ -180,7 +181,8 @@ class LoopExitRules:
                 entry.rule_state.set_streaks([streaks[row] for row in entry.row_indices])
 
     def update(self, rows: Rows, before: Tensor, after: Tensor, read: Read) -> tuple[Tensor | bool, Tensor | bool]:
-        """Which rows exit after the step from `before` to `after` (N, C), and which of them return the state before the step.
+        """Which rows exit after the step from `before` to `after` (N, C), and which of them return the state before the step, because their
+        rule has keep="previous".
 
         Both are bools (N,), or one bool for all.
         """
@@ -195,8 +197,8 @@ class LoopExitRules:
                     rows,
                     before,
                     after,
-                    lambda x, readout: read(rows, x, readout),
-                    norms if rule_state.rule.follows_steps else None,
+                    lambda x, kind: read(rows, x, kind),
+                    norms if rule_state.rule.needs_previous_update else None,
                 )
             except Exception as error:  # only the rows of this rule fail
                 self.failures.append((rows.parts, error))
@@ -219,10 +221,12 @@ class LoopExitRules:
                 entry.row_view = RuleRowView(rows, torch.tensor(entry.row_indices, dtype=torch.int64, device=after.device))
             row_view, index = entry.row_view, entry.row_view.index
             row_view.all_k = k
-            own_norms = None if all_norms is None or not rule_state.rule.follows_steps else all_norms.index_select(1, index).unbind()
+            own_norms = (
+                None if all_norms is None or not rule_state.rule.needs_previous_update else all_norms.index_select(1, index).unbind()
+            )
 
-            def own_read(x: Tensor, readout: str, index: Tensor = index) -> Tensor:
-                return read(rows.select(index), x, readout)
+            def own_read(x: Tensor, kind: str, index: Tensor = index) -> Tensor:
+                return read(rows.select(index), x, kind)
 
             try:
                 fired = rule_state.update(self.group, row_view, before, after, own_read, own_norms, index)

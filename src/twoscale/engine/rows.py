@@ -28,8 +28,8 @@ class Part:
     In a loop the tokens of a chunk exit one by one: those that are still inside and those that exit are then two parts of one chunk.
     """
 
-    batch_index: int
-    """Index of the sequence in the caller's batch, for exit rules that depend on it."""
+    prompt_index: int
+    """Index of the sequence among the caller's prompts, for exit rules that depend on it."""
     cache: Cache
     positions: Positions
     """Positions of the rows in the sequence."""
@@ -39,25 +39,26 @@ class Part:
     """The rows attend to positions 0 .. end - 1 at most."""
     loop_step: int = 0
     """Loop steps taken in the current group (k in exit rules); 0 before the first group."""
-    causal: bool = False
-    """Whether the rows are several, and exactly the positions 0 .. end - 1: then attention needs a plain causal mask. A single row needs
-    none."""
+    is_whole_prefix: bool = False
+    """Whether there are several rows and they are exactly the positions 0 .. end - 1. Their attention is then SDPA's `is_causal`; other
+    parts need a mask of their own, or none if they are a single row."""
     chunk: Any = None
     """The `batch.Chunk` that the rows belong to: it may have more tokens."""
 
     @property
-    def cache_step(self) -> int:
-        """Attention uses level (cache_step - 1) mod max_levels.
+    def level_step(self) -> int:
+        """The loop step that says which level of the cache attention uses: level (level_step - 1) mod max_levels.
 
-        Plain layers have one level, so any value from 1 on will do; only the 0 before the first group must be avoided.
+        In a loop group this is `loop_step`. A plain layer has one level, which every step of at least 1 selects; before the first group
+        `loop_step` is 0, and this is 1.
         """
         return self.loop_step or 1
 
 
-def make_part(batch_index: int, cache: Cache, first: int, count: int, chunk: Any = None) -> Part:
+def make_part(prompt_index: int, cache: Cache, first: int, count: int, chunk: Any = None) -> Part:
     """The part of `count` tokens from position `first` on."""
     positions = first if count == 1 else slice(first, first + count)
-    return Part(batch_index, cache, positions, count, first + count, causal=count > 1 and first == 0, chunk=chunk)
+    return Part(prompt_index, cache, positions, count, first + count, is_whole_prefix=count > 1 and first == 0, chunk=chunk)
 
 
 class Rows:
@@ -69,14 +70,15 @@ class Rows:
         self.positions, self.tokens = positions_and_tokens.unbind()
         self.n = positions_and_tokens.shape[1]
         self.rope: tuple[Rope | None] | None = None
-        """Rotary angles, cached by `Engine.rope`; None: not computed yet, (None,): the model has none."""
+        """cos and sin of the rotary embedding at the rows' positions, cached by `Engine.rope`; None: not computed yet, (None,): the model
+        has no rotary embedding."""
 
     def __len__(self) -> int:
         return self.n
 
     @property
     def k(self) -> Tensor:
-        """`Part.loop_step` of each row, int64 (N,). The name is that of the protocol `exits.rule.Tokens`."""
+        """`Part.loop_step` of each row, int64 (N,). Exit rules call it k (protocol `exits.rule.RowInfo`)."""
         return self._per_row([part.loop_step for part in self.parts])
 
     @property
@@ -86,10 +88,9 @@ class Rows:
         return first if len(self.parts) == 1 or all(part.loop_step == first for part in self.parts) else None
 
     @cached_property
-    def batch_indices(self) -> Tensor:
-        """`Part.batch_index` of each row, (N,): the index of its sequence in the caller's batch. A caller may give several
-        sequences the same index."""
-        return self._per_row([part.batch_index for part in self.parts])
+    def prompt_indices(self) -> Tensor:
+        """`Part.prompt_index` of each row, (N,). Several sequences may have the same: those that are sampled from one prompt."""
+        return self._per_row([part.prompt_index for part in self.parts])
 
     def gather(self, table: Tensor) -> Tensor:
         """The entries of a table over positions (T, ...) at the rows' positions, (N, ...)."""
@@ -169,4 +170,4 @@ def _subset(part: Part, positions: Tensor) -> Part:
     """The rows of a part at these positions."""
     last = int(positions[-1])
     subset: Positions = last if len(positions) == 1 else positions
-    return Part(part.batch_index, part.cache, subset, len(positions), last + 1, part.loop_step, chunk=part.chunk)
+    return Part(part.prompt_index, part.cache, subset, len(positions), last + 1, part.loop_step, chunk=part.chunk)

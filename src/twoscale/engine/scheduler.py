@@ -40,9 +40,11 @@ from twoscale.model import LoopedGPT
 
 LOG = logging.getLogger("twoscale")
 PREFILL_CHUNK = 64  # chunked prefill, so that requests in decode do not wait long: see `Scheduler`
-MAX_LEAD_IN_TOKENS = 2.0
-"""An unbatched request (running, but without tokens in a batch) starts a batch of its own if the virtual time of every batch exceeds that
-of its request group by more than the cost of this many tokens: the layers that a token runs through with the mean number of loop steps."""
+MAX_LEAD_TOKEN_COSTS = 2.0
+"""How far all batches may be ahead of an unbatched request (a running one without tokens in a batch) before it starts a batch of its own.
+
+"Ahead" is the difference of virtual times, in units of the cost of one token: the layers that a token runs through at the default number of
+loops."""
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or infinity, or its start states do"
 
 
@@ -79,8 +81,8 @@ class Scheduler:
         self.peak_cache_bytes = 0
         """Peak memory of the caches of all running requests."""
         layers = [len(stage) * (1 if group is None else model.config.mean_loops) for stage, group in model.config.stages]
-        self._max_lead = MAX_LEAD_IN_TOKENS * sum(layers)
-        """MAX_LEAD_IN_TOKENS as virtual time."""
+        self._max_lead = MAX_LEAD_TOKEN_COSTS * sum(layers)
+        """MAX_LEAD_TOKEN_COSTS in units of virtual time."""
         self._in_batch: set[Request] = set()
         """The running requests that have tokens in a batch; the others are unbatched."""
         self._speculators: dict[Request, Speculator] = {}

@@ -24,7 +24,7 @@ from torch import Tensor
 from twoscale.engine.batch import Batch, Chunk, StepBudget
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import NO_INTERRUPT
-from twoscale.engine.loop import Loop
+from twoscale.engine.loop import LoopRows
 from twoscale.engine.request import Request
 from twoscale.engine.rows import Part, Rows, make_part
 from twoscale.engine.sample import sample
@@ -60,7 +60,7 @@ class Wave(Batch):
         self.request, self.cache, self.method = request, request.cache, method
         stages = engine.stages
         self.stage_index = next(i for i, stage in enumerate(stages) if isinstance(stage, LoopGroup))
-        self.loop, self.last_step = Loop(engine, self.stage_index), request.loop_params.loops[0]
+        self.loop, self.last_step = LoopRows(engine, self.stage_index), request.loop_params.loops[0]
         self.positions: list[WavePosition] = []
         """Those that are not done yet, in the order of the sequence."""
         positions_and_tokens = torch.tensor([[self.cache.length], [request.tokens[-1]]], dtype=torch.int64, device=engine.device)

@@ -85,7 +85,7 @@ class Oracle(Rule):
         return Oracle(self.depths[rows])
 
     def measure(self, view: StepView) -> Tensor:
-        b, t = view.rows.batch_indices, view.rows.positions
+        b, t = view.rows.prompt_indices, view.rows.positions
         if int(b.max()) >= self.depths.shape[0] or int(t.max()) >= self.depths.shape[1]:
             shape = tuple(self.depths.shape[:2])
             raise UserError(f"Oracle: depths are known for {shape[0]} sequences of {shape[1]} tokens; it cannot go beyond its labels")
@@ -106,8 +106,8 @@ class AnswersOnly(Rule):
     """bool (B, T): where the answers are."""
 
     @property
-    def follows_steps(self) -> bool:  # type: ignore[override]
-        return self.rule.follows_steps
+    def needs_previous_update(self) -> bool:  # type: ignore[override]
+        return self.rule.needs_previous_update
 
     @classmethod
     def of(cls, rule: Rule, places: Tensor) -> "AnswersOnly":
@@ -121,7 +121,7 @@ class AnswersOnly(Rule):
         return self.rule.remember(view)
 
     def measure(self, view: StepView) -> Numbers:
-        places = self.places.to(view.rows.positions.device)[view.rows.batch_indices, view.rows.positions]
+        places = self.places.to(view.rows.positions.device)[view.rows.prompt_indices, view.rows.positions]
         value = torch.as_tensor(self.rule.measure(view), device=places.device).expand(places.shape)
         return torch.where(places, value, torch.nan)
 

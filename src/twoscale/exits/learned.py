@@ -77,7 +77,7 @@ class Learned(Threshold):
     weights: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
     """The heads themselves, one for each group; read from `file` if not given."""
 
-    follows_steps: ClassVar[bool] = True
+    needs_previous_update: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +106,7 @@ class Learned(Threshold):
     def _conditions(self) -> list[Condition]:
         """The condition of each group."""
         widths = [(len(head) - 1 - 3 * HIDDEN) // (2 * HIDDEN) if g in self._on_state else None for g, head in enumerate(self.heads)]
-        kinds = [statistics.LEARNED_BY_STEPS if width is None else statistics.LEARNED_BY_STATE for width in widths]
+        kinds = [statistics.LEARNED_FROM_NORMS if width is None else statistics.LEARNED_FROM_STATE for width in widths]
         each = zip(kinds, self.heads, widths, strict=True)
         return [Condition(kind, self.tau, parameters=head, width=width) for kind, head, width in each]
 

@@ -37,8 +37,8 @@ MAX_COUNT = 1_000_000
 UpdateNormsFunction = Callable[[Tensor, Tensor, Tensor], "Sequence[Numbers]"]
 
 
-class Tokens(Protocol):
-    """What a rule may know of the rows besides their states."""
+class RowInfo(Protocol):
+    """What a rule may know of rows besides their states. A row is one token inside the group."""
 
     @property
     def k(self) -> Tensor:
@@ -49,8 +49,8 @@ class Tokens(Protocol):
         """The same as one number, where all rows have it."""
 
     @property
-    def batch_indices(self) -> Tensor:
-        """The indices of the rows' sequences in the caller's batch, int64 (N,)."""
+    def prompt_indices(self) -> Tensor:
+        """The index of each row's sequence among the caller's prompts, int64 (N,)."""
 
     @property
     def positions(self) -> Tensor:
@@ -76,7 +76,7 @@ class StepView:
     def __init__(
         self,
         group: int,
-        rows: Tokens,
+        rows: RowInfo,
         before: Tensor,
         after: Tensor,
         last: Tensor,
@@ -129,27 +129,27 @@ class StepView:
 
     @property
     def acceleration(self) -> Numbers:
-        """||D - previous step||, for a rule that follows steps."""
+        """||D - previous D||, for a rule with `needs_previous_update`."""
         return length(self.step - self.last) if self.norms is None else self.norms[1]
 
     @property
     def previous_step_norm(self) -> Numbers:
-        """The norm of the previous step, for a rule that follows steps."""
+        """||previous D||, for a rule with `needs_previous_update`."""
         return length(self.last.expand_as(self.step)) if self.norms is None else self.norms[2]
 
     @property
     def state_norm(self) -> Numbers:
-        """The length of the state that the step left."""
+        """||before||."""
         return length(self.before) if self.norms is None else self.norms[3]
 
     @property
     def new_state_norm(self) -> Numbers:
-        """The length of the state that the step has led to."""
+        """||after||."""
         return length(self.after) if self.norms is None else self.norms[4]
 
     @property
     def logits(self) -> Tensor:
-        """What the model would say now, by final norm and head on the state: (N, V)."""
+        """The logits that the final norm and the head give for the state (logit lens): (N, V)."""
         return self._once("logits", lambda: self._read(self._rows_of("after", self._after), "lens").float())
 
     @property
@@ -164,7 +164,7 @@ class StepView:
 
     @property
     def gate(self) -> Tensor:
-        """How likely the group's learned gate makes it that the token leaves now: (N,)."""
+        """The probability that the token exits now, by the group's learned gate: (N,)."""
         return self._once("gate", lambda: self._read(self._rows_of("after", self._after), "gate").float())
 
 
@@ -173,20 +173,20 @@ StatisticFunction = Callable[[StepView], tuple[Tensor, Tensor]]  # the statistic
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When a token leaves a group. A rule of your own needs `measure` and `passes`, and `remember` if it compares steps."""
+    """When a token exits a group. A rule of your own needs `measure` and `passes`, and `remember` if it compares steps."""
 
     hits: int = 1
-    """How many steps in a row must pass."""
+    """How many consecutive steps must pass."""
     min_steps: int = 1
-    """No token leaves before this many applications."""
+    """No token exits before this many loop steps."""
     keep: Literal["newest", "previous"] = "newest"
-    """The state that a leaving token takes along: the one it has just computed, or the one before, as the paper prints."""
+    """Which state an exiting token returns: the one after its newest step, or the one before that step, as in the paper's listing."""
 
-    follows_steps: ClassVar[bool] = False
-    """Whether the rule compares steps by the norms of `StepView` (`acceleration`, `previous_step_norm`); the step is then remembered
-    for it, and `view.last`, which may hold the new step already, is not for it to read."""
+    needs_previous_update: ClassVar[bool] = False
+    """Whether the rule uses norms of `StepView` that need the previous update (`acceleration`, `previous_step_norm`). The update is then
+    remembered for it; it must not read `view.last`, which may hold the new update already."""
     token_by_token: ClassVar[bool] = False
-    """Whether tokens of one sequence must be finished one after the other (a rule that reads through the coda)."""
+    """Whether the tokens of one sequence must be computed one after the other: a rule that runs the coda (read="coda")."""
 
     def __post_init__(self) -> None:
         for name in ("hits", "min_steps"):
@@ -200,7 +200,7 @@ class Rule:
         raise NotImplementedError
 
     def passes(self, value: Numbers) -> Tensor | bool:
-        """Which numbers speak for leaving: bools (N,), or one for all. NaN must not."""
+        """Which numbers pass the test: bools (N,), or one for all. NaN must not pass."""
         raise NotImplementedError
 
     def condition(self, group: int) -> Condition | None:
@@ -243,7 +243,7 @@ _NOTHING = torch.tensor(math.nan, dtype=torch.float32, device="cpu")  # never ch
 
 
 class RuleState:
-    """A rule at work in one group: what it remembers of each token, and how often each has passed in a row."""
+    """The state of a rule for the tokens in one group: what it remembers of each, and how many consecutive steps each has passed."""
 
     def __init__(self, rule: Rule, statistic_function: StatisticFunction | None = None) -> None:
         """`statistic_function` is the kernels' own computation of what the rule measures."""
@@ -255,17 +255,17 @@ class RuleState:
     def update(
         self,
         group: int,
-        rows: Tokens,
+        rows: RowInfo,
         before: Tensor,
         after: Tensor,
         read: Callable[..., Tensor],
         norms: Sequence[Numbers] | None = None,
         index: Tensor | None = None,
     ) -> Tensor | bool:
-        """Which of the tokens leave after a step from `before` to `after` (N, C): bools (N,), or one for all.
+        """Which of the tokens exit after a step from `before` to `after` (N, C): bools (N,), or one for all.
 
-        `norms` is the result of an UpdateNormsFunction, for a rule that follows steps; without it the RuleState remembers the steps. With
-        `index` the tokens are these rows of `before` and `after`.
+        `norms` is the result of an UpdateNormsFunction, for a rule with `needs_previous_update`; without it the RuleState remembers the
+        updates. With `index` the tokens are these rows of `before` and `after`.
         """
         rule = self.rule
         if self.remembered.device != after.device:
@@ -277,35 +277,35 @@ class RuleState:
             return self.count(rule.passes(value), view.k)
         passed = rule.passes(rule.measure(view))
         if norms is None:
-            new = view.step if rule.follows_steps else rule.remember(view)
+            new = view.step if rule.needs_previous_update else rule.remember(view)
             if new is not None:
                 self.remembered = new
         return self.count(passed, view.k)
 
     def count(self, passed: Tensor | bool, k: Tensor | int) -> Tensor | bool:
-        """Which tokens leave after step k, given which of them pass at it."""
+        """Which tokens exit after step k, given which of them have passed its test."""
         if self.rule.hits > 1:
             self.streak = (self.streak + 1) * passed
             passed = self.streak >= self.rule.hits
         return passed & (k >= self.rule.min_steps) if self.rule.min_steps > 1 else passed
 
     def streaks(self, n: int) -> list[int]:
-        """How many steps in a row each of the n tokens has passed."""
+        """How many consecutive steps each of the n tokens has passed."""
         return [int(self.streak)] * n if n == 1 or not isinstance(self.streak, Tensor) else self.streak.expand(n).tolist()
 
     def set_streaks(self, streaks: list[int]) -> None:
-        """For a caller who counts them by itself."""
+        """Set the streaks, for a caller that has counted them itself."""
         self.streak = streaks[0] if len(streaks) == 1 else torch.tensor(streaks, device=self.remembered.device)
 
     def take(self, rows: Tensor) -> None:
-        """Only these rows (int64) stay."""
+        """Keep the rows with these indices (int64)."""
         if self.remembered.dim():
             self.remembered = self.remembered.index_select(0, rows)
         if isinstance(self.streak, Tensor) and self.streak.dim():
             self.streak = self.streak[rows]
 
     def admit(self, inside: int, new: int) -> None:
-        """New tokens, at their first step, join those inside."""
+        """Add `new` tokens, which have taken no step yet, to the `inside` tokens."""
         if self.remembered.dim():
             assert len(self.remembered) == inside
             self.remembered = torch.cat((self.remembered, self.remembered.new_full((new, *self.remembered.shape[1:]), math.nan)))

@@ -16,7 +16,7 @@ from twoscale.exits.statistics import Condition, Statistic, has_tests_of
 class StepThreshold(Threshold):
     """A rule that passes when a statistic of the step lies below tau."""
 
-    follows_steps: ClassVar[bool] = True
+    needs_previous_update: ClassVar[bool] = True
 
     @property
     def statistic(self) -> Statistic:
@@ -27,7 +27,7 @@ class StepThreshold(Threshold):
         return self.statistic.of(view)
 
     def condition(self, group: int) -> Condition | None:
-        return Condition(self.statistic, self.tau) if has_tests_of(self, StepThreshold) and self.follows_steps else None
+        return Condition(self.statistic, self.tau) if has_tests_of(self, StepThreshold) and self.needs_previous_update else None
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepNorm(StepThreshold):
 
     @property
     def statistic(self) -> Statistic:
-        return statistics.STEP_NORM_BY_STATE if self.relative else statistics.STEP_NORM
+        return statistics.STEP_NORM_OVER_STATE if self.relative else statistics.STEP_NORM
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Acceleration(StepThreshold):
 
     STATISTICS: ClassVar[dict[str | None, Statistic]] = {
         None: statistics.ACCELERATION,
-        "steps": statistics.ACCELERATION_BY_STEPS,
-        "state": statistics.ACCELERATION_BY_STATE,
+        "steps": statistics.ACCELERATION_OVER_STEPS,
+        "state": statistics.ACCELERATION_OVER_STATE,
     }
 
     def __post_init__(self) -> None:
@@ -118,4 +118,4 @@ class Fixed(Rule):
         return value < 1 - self.k
 
     def condition(self, group: int) -> Condition | None:
-        return Condition(statistics.MINUS_STEPS, 1 - self.k) if has_tests_of(self, Fixed) else None
+        return Condition(statistics.NEGATED_STEP, 1 - self.k) if has_tests_of(self, Fixed) else None

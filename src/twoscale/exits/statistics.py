@@ -22,23 +22,26 @@ class Statistic:
 
     code: int
     of: "Callable[[StepView], Numbers] | None" = field(default=None, compare=False)
-    """By the norms of `StepView`; None where the rule's `measure` computes it."""
+    """Computes it from the norms of `StepView`; None if the rule's `measure` computes it."""
     reads_logits: bool = False
     """Whether it is computed from the logits that final norm and head give for the state."""
     remembers: Literal["nothing", "number", "distribution"] = "nothing"
-    """What is kept of a token until its next step (`RuleState.remembered`), besides the step itself."""
+    """What is kept of a token until its next step (`RuleState.remembered`), besides the update itself."""
 
 
+# X_OVER_Y is the ratio X / Y.
 STEP_NORM = Statistic(0, lambda view: view.step_norm)
-STEP_NORM_BY_STATE = Statistic(1, lambda view: ratio(view.step_norm, view.state_norm))
+STEP_NORM_OVER_STATE = Statistic(1, lambda view: ratio(view.step_norm, view.state_norm))
 ACCELERATION = Statistic(2, lambda view: view.acceleration)
-ACCELERATION_BY_STEPS = Statistic(3, lambda view: ratio(view.acceleration, view.step_norm, view.previous_step_norm))
-ACCELERATION_BY_STATE = Statistic(4, lambda view: ratio(view.acceleration, view.state_norm))
+ACCELERATION_OVER_STEPS = Statistic(3, lambda view: ratio(view.acceleration, view.step_norm, view.previous_step_norm))
+ACCELERATION_OVER_STATE = Statistic(4, lambda view: ratio(view.acceleration, view.state_norm))
 COSINE_DISTANCE = Statistic(5, lambda view: cosine_distance(view.step_norm, view.state_norm, view.new_state_norm))
-MINUS_STEPS = Statistic(6)
-"""Minus the applications of the group's map so far."""
-LEARNED_BY_STEPS = Statistic(7)
-LEARNED_BY_STATE = Statistic(8)
+NEGATED_STEP = Statistic(6)
+"""-k, so that "k steps are taken" is a condition of the common form, statistic below tau."""
+LEARNED_FROM_NORMS = Statistic(7)
+"""The output of a learned head whose inputs are norms of updates."""
+LEARNED_FROM_STATE = Statistic(8)
+"""The output of a learned head whose input is the state."""
 KL_FORWARD = Statistic(9, reads_logits=True, remembers="distribution")
 KL_REVERSE = Statistic(10, reads_logits=True, remembers="distribution")
 KL_MIN_P = Statistic(11, reads_logits=True, remembers="distribution")

@@ -29,8 +29,8 @@ class Noted(Rule):
     """For each group, one (n, F) for each step of each batch."""
 
     @property
-    def follows_steps(self) -> bool:  # type: ignore[override]
-        return self.rule.follows_steps
+    def needs_previous_update(self) -> bool:  # type: ignore[override]
+        return self.rule.needs_previous_update
 
     def remember(self, view: StepView) -> Tensor | None:
         return self.rule.remember(view)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twoscale.engine.cache import LayerCache, Positions
     from twoscale.engine.engine import Engine
     from twoscale.engine.kernels.native_draft import NativeDrafts
-    from twoscale.engine.loop import Loop
+    from twoscale.engine.loop import LoopRows
     from twoscale.engine.rows import Rows
 
 
@@ -56,7 +56,7 @@ class LoopSteps:
     return_previous: Tensor | bool
     """Which of them return the state before the newest step: bools (N,), or one for all."""
     first_exit: int = 0
-    """Set by `iterate`: the number of steps after which the first rows exited; 0: none has. `Loop.step` leaves it 0."""
+    """Set by `iterate`: the number of steps after which the first rows exited; 0: none has. `LoopRows.step` leaves it 0."""
     filled: bool = False
     """Whether the deeper levels of the rows that exit are filled already."""
 
@@ -79,7 +79,7 @@ class StageKernels:
             x = block(x, rope, attention_of_layer(i))
         return x[0]
 
-    def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt, steps_after_exit: int = 0) -> LoopSteps:
+    def iterate(self, loop: "LoopRows", max_steps: int, interrupt: Interrupt, steps_after_exit: int = 0) -> LoopSteps:
         """Loop steps of a group until a row exits, a rule fails, `max_steps` are taken (at least one), a cache has no level for the next
         step, or `interrupt` is set.
 

@@ -143,7 +143,7 @@ class Lens(ctypes.Structure):
     _fields_ = (("V", ctypes.c_int32), *((name, ctypes.c_void_p) for name in ("gain", "head")), ("eps", ctypes.c_float))
 
 
-class LoopRows(ctypes.Structure):
+class LoopRowsStruct(ctypes.Structure):
     """The struct LoopRows of loop.c: rows inside a loop group."""
 
     _fields_ = (

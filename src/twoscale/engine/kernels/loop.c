@@ -1,6 +1,6 @@
 /* The layers of a stage in one C call: once (a plain stage), or several loop steps of a group with the conditions of its exit rules.
  *
- * `Loop.step` in loop.py is the definition of a step. Here it is the same kernels in the same order, so states, steps and caches are
+ * `LoopRows.step` in loop.py is the definition of a step. Here it is the same kernels in the same order, so states, steps and caches are
  * bit-equal to it. The structs below have the same fields in the same order in library.py.
  */
 

@@ -24,7 +24,7 @@ from twoscale.engine.kernels.library import (
     KVView,
     Lens,
     Library,
-    LoopRows,
+    LoopRowsStruct,
     RowSet,
     StageWeights,
     empty_floats,
@@ -41,7 +41,7 @@ from twoscale.model.layers import Rope
 
 if TYPE_CHECKING:
     from twoscale.engine.kernels.native import NativeBlock, NativeLinear, NativeNorm
-    from twoscale.engine.loop import Loop
+    from twoscale.engine.loop import LoopRows
     from twoscale.engine.row_rules import LoopExitRules
     from twoscale.engine.rows import Rows
 
@@ -136,7 +136,7 @@ class NativeAttention:
             self._view = KVView(*rows.addresses, *arrays, rows.longest)
         for i, part in enumerate(rows.parts):
             layer_cache = part.cache.layers[layer]
-            self._keys[i], self._values[i] = layer_cache.address(layer_cache.ensure_level(part.cache_step, part.cache.length))
+            self._keys[i], self._values[i] = layer_cache.address(layer_cache.ensure_level(part.level_step, part.cache.length))
         return ctypes.addressof(self._view)
 
 
@@ -196,9 +196,9 @@ class NativeStageKernels(StageKernels):
         self.library.run_stage(threads, self.address, row_kernels.row_set, kv, x_ptr, cos, sin, work, out_ptr)
         return out
 
-    def iterate(self, loop: "Loop", max_steps: int, interrupt: Interrupt, steps_after_exit: int = 0) -> LoopSteps:
-        if not loop.fused_is_chosen:
-            loop.fused, loop.fused_is_chosen = FusedLoop(self, loop) if FusedLoop.applies(loop) else None, True
+    def iterate(self, loop: "LoopRows", max_steps: int, interrupt: Interrupt, steps_after_exit: int = 0) -> LoopSteps:
+        if not loop.fused_decided:
+            loop.fused, loop.fused_decided = FusedLoop(self, loop) if FusedLoop.applies(loop) else None, True
         if loop.fused is None:
             return super().iterate(loop, max_steps, interrupt)
         return loop.fused.run(loop, max_steps, interrupt, steps_after_exit)
@@ -207,14 +207,14 @@ class NativeStageKernels(StageKernels):
 class FusedLoop:
     """Rows inside a loop group whose steps are taken in C. It is made anew when the rows change."""
 
-    def __init__(self, stage: NativeStageKernels, loop: "Loop") -> None:
+    def __init__(self, stage: NativeStageKernels, loop: "LoopRows") -> None:
         rows, rules = loop.rows, loop.rules
         assert rows is not None
         n, C, n_parts, row_kernels = rows.n, stage.width, len(rows.parts), cast(NativeRowKernels, rows.row_kernels)
         self.stage, self.rows, self.n, self.row_kernels, self.threads = stage, rows, n, row_kernels, threads_to_use()
         self.states, streaks = (torch.empty_like(loop.x), torch.empty_like(loop.x)), rules.streaks()
         self.streaks = None if streaks is None else (ctypes.c_int64 * n)(*streaks)
-        self.loop_step, last_step = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.last_steps)
+        self.loop_step, last_step = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.step_limits)
         self.fired, self.exits, self.first_exit = (ctypes.c_uint8 * n)(), (ctypes.c_uint8 * n)(), ctypes.c_int32()
         self.allocated = (ctypes.c_int64 * n_parts)()
         self._kept: tuple[Tensor, ctypes.Array[ctypes.c_int64]] | None = None
@@ -224,7 +224,7 @@ class FusedLoop:
         previous_update = None if rules.previous_updates is None else rules.previous_updates.vectors_like(loop.x)
         norms = None if previous_update is None else (ctypes.c_float * (NORMS * n))()
         cos, sin = (None, None) if loop.rope is None else row_kernels.angles(loop.rope, stage.head_dim)
-        self.pointers = pointers = LoopRows(
+        self.pointers = pointers = LoopRowsStruct(
             injected=None if injected is None else pointer(injected, n * C),
             cos=cos,
             sin=sin,
@@ -243,7 +243,7 @@ class FusedLoop:
         self._add_conditions(pointers, rules, loop.engine.model)
         self.address = ctypes.addressof(pointers)
 
-    def _add_conditions(self, pointers: LoopRows, rules: "LoopExitRules", model: LoopedGPT) -> None:
+    def _add_conditions(self, pointers: LoopRowsStruct, rules: "LoopExitRules", model: LoopedGPT) -> None:
         """The conditions of the rows' rules."""
         if all(entry.rule is None for entry in rules.by_rule):
             return
@@ -274,7 +274,7 @@ class FusedLoop:
             self._keep_alive += [condition_index, index_in_condition]
 
     @staticmethod
-    def applies(loop: "Loop") -> bool:
+    def applies(loop: "LoopRows") -> bool:
         """Whether the steps of these rows can be taken in C."""
         return len(loop) <= MAX_FUSED_ROWS and loop.engine.config.noise == "start" and loop.rules.conditions() is not None
 
@@ -292,7 +292,7 @@ class FusedLoop:
         self.pointers.result = pointer(result, n * C)
         return result
 
-    def run(self, loop: "Loop", max_steps: int, interrupt: Interrupt, steps_after_exit: int) -> LoopSteps:
+    def run(self, loop: "LoopRows", max_steps: int, interrupt: Interrupt, steps_after_exit: int) -> LoopSteps:
         """See `StageKernels.iterate`. Rows that exit before others are removed in C if `steps_after_exit` is above 0 and every part has one
         row; otherwise the call ends when a row exits."""
         stage, pointers, parts, (buffer_a, buffer_b) = self.stage, self.pointers, self.rows.parts, self.states

@@ -2,8 +2,8 @@
  * enum; the rules in exits/ are the definitions. Decisions are made in double precision: they must not depend on the batch. */
 
 enum {
-    STEP_NORM, STEP_NORM_BY_STATE, ACCELERATION, ACCELERATION_BY_STEPS, ACCELERATION_BY_STATE, COSINE_DISTANCE, MINUS_STEPS,
-    LEARNED_BY_STEPS, LEARNED_BY_STATE, KL_FORWARD, KL_REVERSE, KL_MIN_P, ENTROPY_CHANGE, ARGMAX_CHANGE, CONFIDENCE
+    STEP_NORM, STEP_NORM_OVER_STATE, ACCELERATION, ACCELERATION_OVER_STEPS, ACCELERATION_OVER_STATE, COSINE_DISTANCE, NEGATED_STEP,
+    LEARNED_FROM_NORMS, LEARNED_FROM_STATE, KL_FORWARD, KL_REVERSE, KL_MIN_P, ENTROPY_CHANGE, ARGMAX_CHANGE, CONFIDENCE
 };
 
 /* The condition of an exit rule: a step passes if its statistic is below tau, or above it (`above`). A row exits when `hits` consecutive
@@ -34,10 +34,10 @@ static double norm_statistic(int statistic, const float *norms) {
     double step = norms[0], acceleration = norms[1], previous = norms[2], before = norms[3], after = norms[4];
     switch (statistic) {
     case STEP_NORM: return step;
-    case STEP_NORM_BY_STATE: return ratio(step, before);
+    case STEP_NORM_OVER_STATE: return ratio(step, before);
     case ACCELERATION: return acceleration;
-    case ACCELERATION_BY_STEPS: return ratio(acceleration, step + previous);
-    case ACCELERATION_BY_STATE: return ratio(acceleration, before);
+    case ACCELERATION_OVER_STEPS: return ratio(acceleration, step + previous);
+    case ACCELERATION_OVER_STATE: return ratio(acceleration, before);
     case COSINE_DISTANCE: return (step * step - (before - after) * (before - after) + EPS) / (2 * before * after + EPS);
     }
     return NAN;
@@ -46,7 +46,7 @@ static double norm_statistic(int statistic, const float *norms) {
 static double sigmoid(double score) { return score != score ? score : 1 / (1 + exp(-fmax(-80.0, fmin(80.0, score)))); }
 
 /* A linear head on the norms of steps, as `features` in exits/learned.py. */
-static double learned_by_steps(const double *w, const float *norms, int64_t loop_step) {
+static double learned_from_norms(const double *w, const float *norms, int64_t loop_step) {
     double step = norms[0], acceleration = norms[1], previous = norms[2], state = norms[3], depth = log((double)loop_step);
     double relative = log(ratio(step, state) + 1e-9);
     double cosine = (step * step + previous * previous - acceleration * acceleration) / (2 * step * previous + EPS);
@@ -58,7 +58,7 @@ static double learned_by_steps(const double *w, const float *norms, int64_t loop
 
 /* w2 . gelu(W1 f) + b with f = [1, log k, after, after - before]; W1 is (HIDDEN, 2 + 2 C). */
 #define HIDDEN 8
-static double learned_by_state(const double *w, int C, const float *before, const float *after, int64_t loop_step) {
+static double learned_from_state(const double *w, int C, const float *before, const float *after, int64_t loop_step) {
     const double *second = w + HIDDEN * (2L + 2 * C);
     double score = second[HIDDEN], depth = log((double)loop_step);
     for (int h = 0; h < HIDDEN; h++, w += 2 + 2 * C) {
@@ -152,9 +152,9 @@ static int reads_logits(int statistic) { return statistic >= KL_FORWARD; }
 
 /* The statistic of one row; `row` is its index among the rows of its rule. */
 static double statistic_of(const Condition *condition, const RowStep *s, long row) {
-    if (condition->statistic == MINUS_STEPS) return -(double)s->loop_step;
-    if (condition->statistic == LEARNED_BY_STEPS) return learned_by_steps(condition->parameters, s->norms, s->loop_step);
-    if (condition->statistic == LEARNED_BY_STATE) return learned_by_state(condition->parameters, s->C, s->before, s->after, s->loop_step);
+    if (condition->statistic == NEGATED_STEP) return -(double)s->loop_step;
+    if (condition->statistic == LEARNED_FROM_NORMS) return learned_from_norms(condition->parameters, s->norms, s->loop_step);
+    if (condition->statistic == LEARNED_FROM_STATE) return learned_from_state(condition->parameters, s->C, s->before, s->after, s->loop_step);
     if (reads_logits(condition->statistic))
         return logit_statistic(condition, s->V, s->logits,
                                condition->remembered ? condition->remembered + row * condition->remembered_size : 0);

@@ -127,7 +127,7 @@ class TorchRowKernels:
         by_slab: dict[Slab, list[tuple[int, int, int]]] = {}
         for i, part in enumerate(self.parts):
             layer_cache = part.cache.layers[layer]
-            level, slot = layer_cache.ensure_level(part.cache_step, part.cache.length), layer_cache.slot
+            level, slot = layer_cache.ensure_level(part.level_step, part.cache.length), layer_cache.slot
             assert isinstance(slot, Slot)
             by_slab.setdefault(slot.slab, []).append((i, slot.index, level))
         if len(by_slab) == 1:
@@ -185,10 +185,10 @@ class TorchRowKernels:
             layer_cache, rows = part.cache.layers[layer], slice(first, first + part.count)
             new_keys, new_values = (x[0, rows].transpose(0, 1) for x in (k, v))
             positions = slice(part.positions, part.positions + 1) if isinstance(part.positions, int) else part.positions
-            keys, values = layer_cache.write(part.cache_step, positions, new_keys, new_values, part.end, part.cache.length)
-            mask = None if part.causal or part.count == 1 else self._causal(i, part, first, q.dtype)
+            keys, values = layer_cache.write(part.level_step, positions, new_keys, new_values, part.end, part.cache.length)
+            mask = None if part.is_whole_prefix or part.count == 1 else self._causal(i, part, first, q.dtype)
             y = F.scaled_dot_product_attention(
-                q[:, rows].transpose(1, 2), keys[None], values[None], attn_mask=mask, is_causal=part.causal, enable_gqa=gqa
+                q[:, rows].transpose(1, 2), keys[None], values[None], attn_mask=mask, is_causal=part.is_whole_prefix, enable_gqa=gqa
             )
             outs.append(y.transpose(1, 2))
             first += part.count

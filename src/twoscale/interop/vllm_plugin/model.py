@@ -33,7 +33,7 @@ from twoscale.model.start import StateNoise, start_state
 
 @dataclass
 class LiveTokens:
-    """Tokens in a loop as an exit rule sees them (`exits.rule.Tokens`). All have taken the same number of steps."""
+    """Tokens in a loop as an exit rule sees them (`exits.rule.RowInfo`). All have taken the same number of steps."""
 
     same_k: int
     positions: Tensor
@@ -44,7 +44,7 @@ class LiveTokens:
         return torch.full_like(self.positions, self.same_k)
 
     @property
-    def batch_indices(self) -> Tensor:
+    def prompt_indices(self) -> Tensor:
         return torch.zeros_like(self.positions)
 
     def take(self, rows: Tensor) -> None:
@@ -133,9 +133,9 @@ class LoopGroup(nn.Module):
             x = states
         return out
 
-    def _read(self, x: Tensor, readout: str) -> Tensor:
+    def _read(self, x: Tensor, kind: str) -> Tensor:
         """How likely the gate makes it that a token leaves now, (n,)."""
-        assert readout == "gate" and self.gate is not None
+        assert kind == "gate" and self.gate is not None
         return self.gate(x).sigmoid().squeeze(-1)
 
 
