@@ -61,7 +61,7 @@ int draft(int threads, const Drafter *d, int m, int64_t token, int64_t position,
     int64_t part = 0;
     int C = d->embedding->C, V = d->lens->V;
     float *x = d->scratch, *buffers = x + C, *logits = x + 4L * C, *sampling = logits + d->lens->head->O;
-    float *scratch = sampling + 3L * V + 2L * ((V + BLOCK - 1) / BLOCK) + 16;
+    float *scratch = sampling + 3L * V + 2L * ((V + TILE - 1) / TILE) + 16;
     for (int i = 0; i < m; i++, position++) {
         RowSet row = {1, 1, &part, &d->capacity, &position, position + 1};
         const float *cos = d->cos ? d->cos + position * d->rope_size : 0, *sin = d->sin ? d->sin + position * d->rope_size : 0;

@@ -4,14 +4,14 @@
  * settings and uniform number alone. Tokens are drawn by the cumulative sum of their weights in vocabulary order; nothing is sorted but the
  * few tokens at the cutoff of top_p.
  *
- * Shapes: n rows, V vocabulary. Tokens come in blocks of BLOCK, whose maxima and sums tell which blocks must be read again.
+ * Shapes: n rows, V vocabulary. The vocabulary is cut into tiles of TILE tokens; the maximum and the sum of a tile tell whether it must be read again.
  */
 
 #include <stdlib.h>
 
-#define BLOCK 64
+#define TILE 64 /* tokens */
 #define MIN_LOG_WEIGHT -50.0f /* weights below e^-50 of the largest count as zero: 53 random bits cannot resolve them */
-#define ROUNDING 1e-6 /* top_p is reached up to the rounding of fp32 weights */
+#define ROUNDING 1e-6 /* relative tolerance of top_p, for the rounding of fp32 weights */
 #define SAMPLED 16 /* every SAMPLED-th logit is read to estimate a rank */
 #define FEW 64 /* values that are searched directly */
 #define MAX_HALVINGS 16
@@ -22,41 +22,41 @@ typedef struct {
     int32_t token;
 } Candidate;
 
-/* One row: logits (V), the largest one and the smallest one that is kept, maxima of the blocks, weights (V), sums of the weights of each block,
+/* One row: logits (V), the largest one and the smallest one that is kept, maxima of the tiles, weights (V), sums of the weights of each tile,
  * and memory for candidates (V) or for V logits and weights, with room for 16 more floats. */
 typedef struct {
-    int V, blocks;
+    int V, tiles;
     const float *logits;
     float max_logit, min_kept, scale; /* scale = 1 / temperature */
-    float *block_max, *weights, *sums;
+    float *tile_max, *weights, *sums;
     Candidate *candidates;
 } Row;
 
-static inline int block_end(const Row *r, int b) { return (b + 1) * BLOCK < r->V ? (b + 1) * BLOCK : r->V; }
+static inline int tile_end(const Row *r, int b) { return (b + 1) * TILE < r->V ? (b + 1) * TILE : r->V; }
 
-/* Computes block_max, max_logit and min_kept (the smallest logit); returns 0 if a logit is infinite or NaN. */
-static int find_block_max(Row *r) {
+/* Computes tile_max, max_logit and min_kept (the smallest logit); returns 0 if a logit is infinite or NaN. */
+static int find_tile_max(Row *r) {
     const float *logits = r->logits;
-    float *restrict block_max = r->block_max, largest = -INFINITY, smallest = INFINITY;
-    int whole = r->V / BLOCK, finite = 1;
+    float *restrict tile_max = r->tile_max, largest = -INFINITY, smallest = INFINITY;
+    int whole = r->V / TILE, finite = 1;
     v8i not_zero = {0};
     v8 lowest = splat(INFINITY);
     for (int b = 0; b < whole; b++) {
         v8 best = splat(-INFINITY);
-        for (int i = 0; i < BLOCK; i += 8) {
-            v8 x = load(logits + b * BLOCK + i);
+        for (int i = 0; i < TILE; i += 8) {
+            v8 x = load(logits + b * TILE + i);
             not_zero |= (v8i)(x - x); /* 0 if x is finite, else NaN */
             best = max8(x, best), lowest = min8(x, lowest);
         }
-        block_max[b] = horizontal_max(best);
+        tile_max[b] = horizontal_max(best);
     }
-    if (whole < r->blocks) block_max[whole] = -INFINITY;
-    for (int i = whole * BLOCK; i < r->V; i++) {
+    if (whole < r->tiles) tile_max[whole] = -INFINITY;
+    for (int i = whole * TILE; i < r->V; i++) {
         finite &= logits[i] - logits[i] == 0;
-        block_max[whole] = logits[i] > block_max[whole] ? logits[i] : block_max[whole];
+        tile_max[whole] = logits[i] > tile_max[whole] ? logits[i] : tile_max[whole];
         smallest = logits[i] < smallest ? logits[i] : smallest;
     }
-    for (int b = 0; b < r->blocks; b++) largest = block_max[b] > largest ? block_max[b] : largest;
+    for (int b = 0; b < r->tiles; b++) largest = tile_max[b] > largest ? tile_max[b] : largest;
     for (int j = 0; j < 8; j++) finite &= not_zero[j] == 0, smallest = lowest[j] < smallest ? lowest[j] : smallest;
     r->max_logit = largest, r->min_kept = smallest;
     return finite;
@@ -65,8 +65,8 @@ static int find_block_max(Row *r) {
 /* The smallest token with the largest logit. */
 static int argmax(const Row *r) {
     int b = 0, i;
-    while (r->block_max[b] != r->max_logit) b++;
-    for (i = b * BLOCK; r->logits[i] != r->max_logit; i++) {}
+    while (r->tile_max[b] != r->max_logit) b++;
+    for (i = b * TILE; r->logits[i] != r->max_logit; i++) {}
     return i;
 }
 
@@ -84,21 +84,21 @@ static inline v8 exp_weight(v8 x, float max_logit, float scale) {
     return keep_where(at_least(z, splat(MIN_LOG_WEIGHT)), p * (v8)power);
 }
 
-/* weights = e^((logit - max_logit) / temperature), 0 for logits below `threshold`, and their sums over blocks; returns the total. *kept becomes
+/* weights = e^((logit - max_logit) / temperature), 0 for logits below `threshold`, and their sums over tiles; returns the total. *kept becomes
  * the number of logits that are not below `threshold`. */
 static double compute_weights(Row *r, float threshold, int *kept) {
     const float *logits = r->logits, max_logit = r->max_logit, scale = r->scale;
     float *restrict weights = r->weights, *restrict sums = r->sums;
-    int whole = r->V / BLOCK, count = 0;
+    int whole = r->V / TILE, count = 0;
     double total = 0;
     v8i inside = {0};
     for (int b = 0; b < whole; b++) {
         v8 sum = splat(0);
-        if (r->block_max[b] < threshold) {
-            memset(weights + b * BLOCK, 0, BLOCK * sizeof *weights), sums[b] = 0;
+        if (r->tile_max[b] < threshold) {
+            memset(weights + b * TILE, 0, TILE * sizeof *weights), sums[b] = 0;
             continue;
         }
-        for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += 8) {
+        for (int i = b * TILE; i < (b + 1) * TILE; i += 8) {
             v8 x = load(logits + i);
             v8i in = at_least(x, splat(threshold));
             v8 w = keep_where(in, exp_weight(x, max_logit, scale));
@@ -108,26 +108,26 @@ static double compute_weights(Row *r, float threshold, int *kept) {
         }
         sums[b] = horizontal_sum(sum);
     }
-    if (whole < r->blocks) sums[whole] = 0;
-    for (int i = whole * BLOCK; i < r->V; i++) {
+    if (whole < r->tiles) sums[whole] = 0;
+    for (int i = whole * TILE; i < r->V; i++) {
         int in = logits[i] >= threshold;
         sums[whole] += weights[i] = in ? exp_weight(splat(logits[i]), max_logit, scale)[0] : 0;
         count += in;
     }
-    for (int b = 0; b < r->blocks; b++) total += sums[b];
+    for (int b = 0; b < r->tiles; b++) total += sums[b];
     for (int j = 0; j < 8; j++) count += inside[j];
     *kept = count;
     return total;
 }
 
-/* Sets the weights of logits below `threshold` to zero, updates the sums over blocks and returns the total. */
+/* Sets the weights of logits below `threshold` to zero, updates the sums over tiles and returns the total. */
 static double drop_below(Row *r, float threshold) {
     double total = 0;
-    for (int b = 0; b < r->blocks; b++) {
-        int i = b * BLOCK, end = block_end(r, b);
+    for (int b = 0; b < r->tiles; b++) {
+        int i = b * TILE, end = tile_end(r, b);
         v8 sum = splat(0);
         if (r->sums[b] == 0) continue;
-        if (r->block_max[b] < threshold) {
+        if (r->tile_max[b] < threshold) {
             memset(r->weights + i, 0, (end - i) * sizeof *r->weights), r->sums[b] = 0;
             continue;
         }
@@ -164,16 +164,16 @@ static float select_rank(int n, float *values, int k) {
     return values[k];
 }
 
-/* The k-th largest logit, for k of at most the number of blocks; fast if k is far below it. The k-th largest block maximum is a lower bound of it, so only blocks that reach
- * this bound are read. */
-static float kth_largest_of_few(Row *r, int k) {
+/* The k-th largest logit, for k of at most the number of tiles; fast if k is far below it. The k-th largest tile maximum is a lower bound of
+ * it, so only tiles that reach this bound are read. */
+static float kth_largest_small_k(Row *r, int k) {
     float *values = (float *)r->candidates;
     int count = 0;
-    memcpy(values, r->block_max, r->blocks * sizeof(float));
-    float threshold = select_rank(r->blocks, values, k - 1);
-    for (int b = 0; b < r->blocks; b++)
-        if (r->block_max[b] >= threshold)
-            for (int i = b * BLOCK; i < block_end(r, b); i++) {
+    memcpy(values, r->tile_max, r->tiles * sizeof(float));
+    float threshold = select_rank(r->tiles, values, k - 1);
+    for (int b = 0; b < r->tiles; b++)
+        if (r->tile_max[b] >= threshold)
+            for (int i = b * TILE; i < tile_end(r, b); i++) {
                 values[count] = r->logits[i];
                 count += r->logits[i] >= threshold;
             }
@@ -242,7 +242,7 @@ static float kth_largest(Row *r, int k) {
 /* Keeps the weights of the k largest logits; of equal logits at rank k the smaller tokens are kept. Returns the sum of the kept weights. */
 static double keep_top_k(Row *r, int k) {
     int kept;
-    r->min_kept = k <= r->blocks / 4 ? kth_largest_of_few(r, k) : kth_largest(r, k);
+    r->min_kept = k <= r->tiles / 4 ? kth_largest_small_k(r, k) : kth_largest(r, k);
     double total = compute_weights(r, r->min_kept, &kept);
     if (kept == k) return total;
     for (int i = r->V - 1; kept > k; i--)
@@ -263,7 +263,7 @@ static double weight_at_least(int n, const float *logits, const float *weights, 
     int i = 0;
     while (i + 8 <= n) {
         v8 sum = splat(0);
-        for (int end = i + BLOCK; i + 8 <= n && i < end; i += 8)
+        for (int end = i + TILE; i + 8 <= n && i < end; i += 8)
             sum += keep_where(at_least(load(logits + i), splat(threshold)), load(weights + i));
         total += horizontal_sum(sum);
     }
@@ -333,9 +333,9 @@ static double keep_top_p(Row *r, double p, double total) {
 static int draw(const Row *r, double total, double u) {
     double goal = u * total, before = 0;
     int b = 0, last = 0;
-    for (; b < r->blocks - 1 && before + r->sums[b] <= goal; b++) before += r->sums[b];
-    for (; r->sums[b] == 0 && b > 0; b--) {} /* rounding may lead past the last block with weight */
-    for (int i = b * BLOCK; i < block_end(r, b); i++) {
+    for (; b < r->tiles - 1 && before + r->sums[b] <= goal; b++) before += r->sums[b];
+    for (; r->sums[b] == 0 && b > 0; b--) {} /* rounding may lead past the last tile with weight */
+    for (int i = b * TILE; i < tile_end(r, b); i++) {
         if (r->weights[i] == 0) continue;
         last = i;
         before += r->weights[i];
@@ -345,7 +345,7 @@ static int draw(const Row *r, double total, double u) {
 }
 
 static int sample_row(Row *r, float temperature, int top_k, double top_p, double u, int32_t *finite) {
-    if (!(*finite = find_block_max(r))) return 0;
+    if (!(*finite = find_tile_max(r))) return 0;
     if (temperature == 0 || top_k == 1) return argmax(r);
     r->scale = 1.0f / temperature;
     int kept;
@@ -366,9 +366,9 @@ typedef struct {
 
 static void sample_task(const void *arguments, Thread *self) {
     const Samples *a = arguments;
-    int V = a->V, blocks = (V + BLOCK - 1) / BLOCK;
-    float *mine = a->scratch + self->index * (3L * V + 2L * blocks + 16), *rest = mine + 2L * V + 16;
-    Row row = {.V = V, .blocks = blocks, .candidates = (Candidate *)mine, .weights = rest, .block_max = rest + V, .sums = rest + V + blocks};
+    int V = a->V, tiles = (V + TILE - 1) / TILE;
+    float *mine = a->scratch + self->index * (3L * V + 2L * tiles + 16), *rest = mine + 2L * V + 16;
+    Row row = {.V = V, .tiles = tiles, .candidates = (Candidate *)mine, .weights = rest, .tile_max = rest + V, .sums = rest + V + tiles};
     Phase phase = begin_phase(self, a->n, 1);
     while (claim(self, &phase))
         for (int t = phase.first; t < phase.last; t++) {

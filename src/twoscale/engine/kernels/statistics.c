@@ -2,6 +2,7 @@
  * enum; the rules in exits/ are the definitions. Decisions are made in double precision: they must not depend on the batch. */
 
 enum {
+    /* X_OVER_Y is the ratio X / Y; NEGATED_STEP is minus the loop step, so that "k steps are taken" is "statistic below tau" too */
     STEP_NORM, STEP_NORM_OVER_STATE, ACCELERATION, ACCELERATION_OVER_STEPS, ACCELERATION_OVER_STATE, COSINE_DISTANCE, NEGATED_STEP,
     LEARNED_FROM_NORMS, LEARNED_FROM_STATE, KL_FORWARD, KL_REVERSE, KL_MIN_P, ENTROPY_CHANGE, ARGMAX_CHANGE, CONFIDENCE
 };
@@ -31,26 +32,27 @@ typedef struct {
 static double ratio(double norm, double others) { return norm / (others + EPS); }
 
 static double norm_statistic(int statistic, const float *norms) {
-    double step = norms[0], acceleration = norms[1], previous = norms[2], before = norms[3], after = norms[4];
+    /* norms of: the update, its difference from the previous update, the previous update, the states before and after */
+    double update = norms[0], acceleration = norms[1], previous = norms[2], before = norms[3], after = norms[4];
     switch (statistic) {
-    case STEP_NORM: return step;
-    case STEP_NORM_OVER_STATE: return ratio(step, before);
+    case STEP_NORM: return update;
+    case STEP_NORM_OVER_STATE: return ratio(update, before);
     case ACCELERATION: return acceleration;
-    case ACCELERATION_OVER_STEPS: return ratio(acceleration, step + previous);
+    case ACCELERATION_OVER_STEPS: return ratio(acceleration, update + previous);
     case ACCELERATION_OVER_STATE: return ratio(acceleration, before);
-    case COSINE_DISTANCE: return (step * step - (before - after) * (before - after) + EPS) / (2 * before * after + EPS);
+    case COSINE_DISTANCE: return (update * update - (before - after) * (before - after) + EPS) / (2 * before * after + EPS);
     }
     return NAN;
 }
 
 static double sigmoid(double score) { return score != score ? score : 1 / (1 + exp(-fmax(-80.0, fmin(80.0, score)))); }
 
-/* A linear head on the norms of steps, as `features` in exits/learned.py. */
+/* A linear head on the norms of updates, as `features` in exits/learned.py. */
 static double learned_from_norms(const double *w, const float *norms, int64_t loop_step) {
-    double step = norms[0], acceleration = norms[1], previous = norms[2], state = norms[3], depth = log((double)loop_step);
-    double relative = log(ratio(step, state) + 1e-9);
-    double cosine = (step * step + previous * previous - acceleration * acceleration) / (2 * step * previous + EPS);
-    double f[7] = {1.0, relative, log(ratio(acceleration, state) + 1e-9), log(ratio(step, previous) + 1e-9), cosine, depth, relative * depth};
+    double update = norms[0], acceleration = norms[1], previous = norms[2], state = norms[3], log_step = log((double)loop_step);
+    double relative = log(ratio(update, state) + 1e-9);
+    double cosine = (update * update + previous * previous - acceleration * acceleration) / (2 * update * previous + EPS);
+    double f[7] = {1.0, relative, log(ratio(acceleration, state) + 1e-9), log(ratio(update, previous) + 1e-9), cosine, log_step, relative * log_step};
     double score = 0;
     for (int i = 0; i < 7; i++) score += w[i] * f[i];
     return sigmoid(score);
@@ -60,9 +62,9 @@ static double learned_from_norms(const double *w, const float *norms, int64_t lo
 #define HIDDEN 8
 static double learned_from_state(const double *w, int C, const float *before, const float *after, int64_t loop_step) {
     const double *second = w + HIDDEN * (2L + 2 * C);
-    double score = second[HIDDEN], depth = log((double)loop_step);
+    double score = second[HIDDEN], log_step = log((double)loop_step);
     for (int h = 0; h < HIDDEN; h++, w += 2 + 2 * C) {
-        double sums[4] = {w[0] + w[1] * depth, 0, 0, 0}; /* independent sums, which hide the latency of an addition */
+        double sums[4] = {w[0] + w[1] * log_step, 0, 0, 0}; /* independent sums, which hide the latency of an addition */
         for (int i = 0; i < C; i++) {
             double x = after[i], update = x - before[i];
             sums[i % 2] += w[2 + i] * x, sums[2 + i % 2] += w[2 + C + i] * update;
@@ -73,8 +75,8 @@ static double learned_from_state(const double *w, int C, const float *before, co
     return sigmoid(score);
 }
 
-/* Sums over the vocabulary: eight lanes over a block, the blocks in double precision. */
-#define SUM_BLOCK 256
+/* Sums over the vocabulary: SUM_BLOCK terms at a time in eight fp32 lanes, these sums in double precision. */
+#define SUM_BLOCK 256 /* entries of the vocabulary */
 #define SUM_OVER_VOCABULARY(total, V, vector_term, scalar_term)                                               \
     do {                                                                                                      \
         int i = 0;                                                                                            \
@@ -110,7 +112,7 @@ static double divergence(int V, const float *p, const float *q) {
     return sum;
 }
 
-/* Log-probabilities become those of the distribution in which all below min_p of the maximum are 1 / V, renormalised. */
+/* Min-p filter on log-probabilities, in place: probabilities below min_p times the largest become 1 / V, then all are normalised again. */
 static void filter_min_p(int V, double min_p, float *x) {
     double mass = 0;
     float limit = (float)(min_p * exp_of(largest(V, x)));

@@ -22,7 +22,7 @@
 
 #define MAX_THREADS 64
 #define MAX_PHASES 12
-#define MAX_ARGUMENTS 384
+#define MAX_ARGUMENTS 384 /* bytes of a task's arguments, which are copied for every helper */
 #ifndef SPIN_NS
 #define SPIN_NS 200000
 #endif
@@ -78,24 +78,24 @@ static void wake_all(void) {
     pthread_mutex_unlock(&team.lock);
 }
 
-/* Whether the count in `word` has reached `target`, or the word belongs to another call. */
-static int changed(const uint64_t *word, uint32_t call, uint32_t target) {
+/* Whether the count in `word` has reached `target`, or this call is over (stale): the word belongs to another one. */
+static int reached_or_stale(const uint64_t *word, uint32_t call, uint32_t target) {
     uint64_t value = __atomic_load_n(word, __ATOMIC_ACQUIRE);
     return (uint32_t)(value >> 32) != call || (uint32_t)value >= target;
 }
 
 static void wait_for(const uint64_t *word, uint32_t call, uint32_t target, int64_t spin) {
-    if (changed(word, call, target)) return;
+    if (reached_or_stale(word, call, target)) return;
     int64_t until = spin ? nanoseconds() + spin : 0;
     while (spin && nanoseconds() < until)
         for (int i = 0; i < 32; i++) {
             cpu_pause();
-            if (changed(word, call, target)) return;
+            if (reached_or_stale(word, call, target)) return;
         }
     pthread_mutex_lock(&team.lock);
     __atomic_add_fetch(&team.n_sleeping, 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST); /* pairs with the fence in wake_all: either this thread sees the change, or wake_all sees n_sleeping > 0 */
-    while (!changed(word, call, target)) pthread_cond_wait(&team.wake, &team.lock);
+    while (!reached_or_stale(word, call, target)) pthread_cond_wait(&team.wake, &team.lock);
     __atomic_sub_fetch(&team.n_sleeping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&team.lock);
 }
@@ -123,8 +123,8 @@ static inline int claim(const Thread *self, Phase *phase) {
     return 1;
 }
 
-/* Waits until all items of the phase are done and returns 1. Returns 0 in a helper thread that came too late, when the call is over;
- * the task must then return. */
+/* Waits until all items of the phase are done and returns 1. Returns 0 if the call is already over, which only happens in a helper thread
+ * that was scheduled late: the other threads have done all items, and the task must return at once. */
 static inline int finish_phase(const Thread *self, Phase *phase) {
     if (self->n_threads == 1) return 1;
     uint64_t *word = &team.phases[self->phase - 1].done;
@@ -185,7 +185,7 @@ static void start_helpers(int threads) {
     }
 }
 
-/* Runs a task of at least one phase with up to `threads` threads; its arguments are a struct. */
+/* Runs a task of at least one phase with up to `threads` threads; its arguments are the struct `a`. */
 #define RUN_TASK(threads, task, a)                                                                          \
     do {                                                                                               \
         _Static_assert(sizeof(a) <= MAX_ARGUMENTS, "arguments of a task are copied");                 \
