@@ -17,7 +17,7 @@ from twoscale.engine import Scheduler, loop_params
 from twoscale.engine.kernels import optimize_for_inference
 from twoscale.engine.kernels.library import c_library, empty_floats, pointer
 from twoscale.engine.kernels.native import NativeEmbedding, NativeLinear
-from twoscale.engine.kernels.panels import Panels, pack
+from twoscale.engine.kernels.panels import Panels, to_panels
 from twoscale.engine.kernels.quantize import matrices_of, quantize
 from twoscale.engine.request import Request, SamplingParams
 from twoscale.geometry.spectrum import loop_spectral_radius
@@ -68,7 +68,7 @@ def test_kernels(dtype: WeightDtype, outputs: int, inputs: int) -> None:
     """A C kernel computes what torch's operators do, to the bit with w8a8, whose sums are exact; a row's bits do not depend on how many
     rows there are; zeros, NaN and infinity stay what they are."""
     matrix = quantize_matrix(normal(outputs, inputs), dtype)
-    w, x = pack(matrix, dtype), normal(32, inputs, seed=1)
+    w, x = to_panels(matrix, dtype), normal(32, inputs, seed=1)
     x[3], x[5, -1], x[6, 0] = 0, torch.nan, -torch.inf
     want, each = QuantizedLinear(matrix, dtype)(x), torch.cat([product(row, w) for row in x.split(1)])
     assert bool((each[3] == 0).all()) and not each[5:7].isfinite().any()
@@ -83,7 +83,7 @@ def test_kernels(dtype: WeightDtype, outputs: int, inputs: int) -> None:
 def test_many_rows_of_many_inputs() -> None:
     """With w8a8 more rows than fit the kernel's buffer of integers are computed in parts, to the same bits."""
     matrix = quantize_matrix(normal(48, 40_000), "w8a8")
-    w, x = pack(matrix, "w8a8"), normal(120, 40_000, seed=1)
+    w, x = to_panels(matrix, "w8a8"), normal(120, 40_000, seed=1)
     whole = product(x, w)
     assert torch.equal(whole, QuantizedLinear(matrix, "w8a8")(x)) and torch.equal(whole[110:111], product(x[110:111].contiguous(), w))
 
@@ -93,7 +93,7 @@ def test_many_rows_of_many_inputs() -> None:
 def test_rows_of_panels(dtype: WeightDtype) -> None:
     """An embedding in panels gives the rows of the matrix, to the bit."""
     matrix, ids = quantize_matrix(normal(50, 301), dtype), torch.tensor([[0, 49], [15, 16]])
-    assert torch.equal(pack(matrix, dtype).rows(ids.flatten()).view(2, 2, -1), QuantizedEmbedding(matrix)(ids))
+    assert torch.equal(to_panels(matrix, dtype).rows(ids.flatten()).view(2, 2, -1), QuantizedEmbedding(matrix)(ids))
 
 
 # -- models ------------------------------------------------------------------------------------------------------------------------------

@@ -126,14 +126,14 @@ from twoscale.engine.kernels import native
 from twoscale.engine.kernels.library import c_library
 
 if c_library() is not None:
-    pack, calls = native.pack, []
+    to_panels, calls = native.to_panels, []
 
-    def slow_pack(matrix, dtype):
+    def slow_to_panels(matrix, dtype):
         calls.append(matrix.values.shape)
         time.sleep(0.005)  # the others get here meanwhile, if they may
-        return pack(matrix, dtype)
+        return to_panels(matrix, dtype)
 
-    native.pack = slow_pack
+    native.to_panels = slow_to_panels
     want = twoscale.generate(loud(small_model(), scale=0.1), [[1, 2, 3]], 8).tokens
     packed, model = len(calls), loud(small_model(), scale=0.1)
     found = at_once(lambda i: twoscale.generate(model, [[1, 2, 3]], 8).tokens)

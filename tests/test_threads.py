@@ -16,7 +16,7 @@ from twoscale.config.cpu import usable_cores
 from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
 from twoscale.engine.kernels import library as kernels
 from twoscale.engine.kernels.library import c_library, threads_to_use
-from twoscale.engine.kernels.panels import Panels, pack
+from twoscale.engine.kernels.panels import Panels, to_panels
 from twoscale.model import LoopedGPT
 from twoscale.model.quantized import QuantizedLinear, quantize_matrix
 
@@ -36,7 +36,7 @@ def test_any_number_of_threads(dtype: WeightDtype) -> None:
     chance = torch.Generator().manual_seed(0)
     x, w = torch.randn(7, 300, generator=chance), torch.randn(1000, 300, generator=chance)
     matrix = quantize_matrix(w, dtype)
-    inside = pack(matrix, dtype)
+    inside = to_panels(matrix, dtype)
     expected = product(1, x, inside)
     assert torch.allclose(expected, QuantizedLinear(matrix, dtype)(x), atol=1e-3)
     for i in range(500):
@@ -48,7 +48,7 @@ def test_calls_from_many_threads() -> None:
     """Calls that meet do not disturb each other: one has the team, the others compute alone."""
     chance = torch.Generator().manual_seed(1)
     x, w = torch.randn(3, 64, generator=chance), torch.randn(400, 64, generator=chance)
-    inside = [pack(quantize_matrix(w, dtype), dtype) for dtype in WEIGHT_DTYPES]
+    inside = [to_panels(quantize_matrix(w, dtype), dtype) for dtype in WEIGHT_DTYPES]
     expected = [product(1, x, w) for w in inside]
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(lambda i: product(1 + i % 3, x, inside[i % 4]).equal(expected[i % 4]), range(3000)))

@@ -30,8 +30,8 @@ from twoscale.model.start import start_state
 SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's index in the caller's batch, its cache, and its next tokens
 
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MAX_TABLE_SIZE = 1 << 24  # entries; if start states or rotary angles of all positions need more, they are computed for each token instead
-MAX_TABLES = 4  # tables that are cached: of start states, for as many seeds of a model; of rotary angles, for as many model shapes
+MAX_TABLE_SIZE = 1 << 24  # entries; if start states, or cos and sin, of all positions need more, they are computed for each token instead
+MAX_TABLES = 4  # tables that are cached: of start states, for as many seeds of a model; of cos and sin, for as many model shapes
 
 
 class Engine:
@@ -84,14 +84,14 @@ class Engine:
         return self.embedding(rows)
 
     def rope(self, rows: Rows) -> Rope | None:
-        """Rotary angles at the rows' positions; None if the model has none."""
+        """cos and sin of the rotary embedding at the rows' positions; None if the model has no rotary embedding."""
         if rows.rope is None:
             table = self.rope_table()
             rows.rope = (self.model.rope(rows.positions) if table is None else (rows.gather(table[0]), rows.gather(table[1])),)
         return rows.rope[0]
 
     def rope_table(self) -> Rope | None:
-        """Rotary angles of all positions; None if the model has none, or if they are too many for a table."""
+        """cos and sin of all positions; None if the model has no rotary embedding, or if they are too many for a table."""
         c = self.config
         if c.positions != "rotary" or c.block_size * c.head_dim > MAX_TABLE_SIZE:
             return None
@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def has_tables(self) -> bool:
-        """Whether start states and rotary angles of all positions are in tables."""
+        """Whether start states, and cos and sin, of all positions are in tables."""
         return self.config.block_size * self.config.n_embd <= MAX_TABLE_SIZE
 
     def run_plain_stage(self, stage: int, x: Tensor, rows: Rows) -> Tensor:
@@ -193,7 +193,7 @@ class Engine:
 
 @functools.lru_cache(maxsize=MAX_TABLES)
 def _rope_table(block_size: int, head_dim: int, base: float, device: torch.device) -> Rope:
-    """Rotary angles of all positions."""
+    """cos and sin of the rotary embedding at all positions."""
     with torch.inference_mode(False):
         return rope_table(torch.arange(block_size, device=device), head_dim, base)
 

@@ -159,7 +159,8 @@ class SpeculationStats:
     rewound: int = 0
     """Positions computed on a wrong guess, or dropped with it, and removed from the cache."""
     calls: int = 0
-    """Stage passes after the prompt, with any number of rows: loop steps and passes through plain layers, drafts included.
+    """Stage passes after the prompt: loop steps, and passes through plain layers, drafts included. A pass counts once, whatever its number
+    of rows.
 
     0 for a request that never speculates. A pass that fails and is abandoned is not counted."""
 

@@ -62,7 +62,7 @@ class Speculator:
 
     @property
     def in_cycle(self) -> bool:
-        """Whether a cycle, with or without guesses, is not verified yet: the cache may have levels that only drafts have reached."""
+        """Whether a cycle has begun whose verification is not done. Until then the cache may have levels that only drafts have reached."""
         return self._drafts_left is not None
 
     def start_wave(self) -> Wave | None:

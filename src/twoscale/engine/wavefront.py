@@ -60,12 +60,13 @@ class Wave(Batch):
         self.request, self.cache, self.method = request, request.cache, method
         stages = engine.stages
         self.stage_index = next(i for i, stage in enumerate(stages) if isinstance(stage, LoopGroup))
-        self.loop, self.last_step = LoopRows(engine, self.stage_index), request.loop_params.loops[0]
+        self.loop, self.step_limit = LoopRows(engine, self.stage_index), request.loop_params.loops[0]
         self.positions: list[WavePosition] = []
         """Those that are not done yet, in the order of the sequence."""
         positions_and_tokens = torch.tensor([[self.cache.length], [request.tokens[-1]]], dtype=torch.int64, device=engine.device)
         self.chunk = Chunk(make_part(request.prompt_index, self.cache, self.cache.length, 1), positions_and_tokens, request, [])
-        """Stands for all positions, so that the batch has this request until the request is dropped."""
+        """A placeholder for all positions, whose number changes: it keeps the request in `chunks` of this batch until the request is
+        dropped. It is never computed."""
         self.chunks.add(self.chunk)
         self._next_token: int | None = request.tokens[-1]
         """The token of the position that enters next; None if it has not been guessed yet, or is a stop token."""
@@ -119,7 +120,7 @@ class Wave(Batch):
         self.loop.admit(rows, x)
         if self.positions:
             self._add(drafted=1)
-        self.positions.append(WavePosition(part, positions_and_tokens, token, min(self.method.steps, self.last_step)))
+        self.positions.append(WavePosition(part, positions_and_tokens, token, min(self.method.steps, self.step_limit)))
         self._next_token = None
 
     def _advance_to_next_read_out(self, budget: StepBudget | None) -> bool:
@@ -133,9 +134,9 @@ class Wave(Batch):
         if self.loop.failures:
             self._collect_failures(self.loop)
         elif exited is not None:
-            by_end = {p.part.end: p for p in self.positions}
+            by_position = {_position(p.part): p for p in self.positions}
             for i, part in enumerate(exited.rows.parts):
-                by_end[part.end].output = exited.x[i : i + 1]
+                by_position[_position(part)].output = exited.x[i : i + 1]
         return self.loop.steps_taken < allowed and not interrupt
 
     def _count(self, rows: Rows, layers: int, budget: StepBudget | None) -> None:
@@ -152,8 +153,8 @@ class Wave(Batch):
         """Read out positions: coda, head, sampling. Returns the first position of the wave, not sampled yet, if it is done."""
         engine, group = self.engine, self.loop.group
         rows = Rows([p.part for p in due], torch.cat([p.positions_and_tokens for p in due], dim=1), engine.kernels)
-        inside = {} if self.loop.rows is None else {part.end: i for i, part in enumerate(self.loop.rows.parts)}
-        states = [group.output(self.loop.x[inside[p.part.end]][None]) if p.output is None else p.output for p in due]
+        inside = {} if self.loop.rows is None else {_position(part): i for i, part in enumerate(self.loop.rows.parts)}
+        states = [group.output(self.loop.x[inside[_position(p.part)]][None]) if p.output is None else p.output for p in due]
         x = torch.cat(states)
         if self.stage_index + 1 < len(engine.stages):
             x = engine.run_plain_stage(self.stage_index + 1, x, rows)
@@ -164,17 +165,17 @@ class Wave(Batch):
             done = Chunk(first.part, first.positions_and_tokens, self.request, [[first.part.loop_step]])
             done.final_states = x[-1:]
         if due:
-            first_index = len(self.request.prompt) - 1
-            keys = [self.request.sampling_key(p.part.end - 1 - first_index - len(self.request.tokens)) for p in due]
+            newest = len(self.request.prompt) + len(self.request.tokens) - 1  # the position of the newest token
+            keys = [self.request.sampling_key(_position(p.part) - newest) for p in due]
             tokens = sample(engine.model.head(x[: len(due)]).float(), keys).tokens
             for position, token in zip(due, tokens, strict=True):
-                if position in self.positions:  # it is not if a changed guess before it has dropped it
+                if position in self.positions:  # else it was dropped in this loop, because the guess before it has changed
                     self._set_guess(position, token)
         return done
 
     def _set_guess(self, position: WavePosition, token: int) -> None:
         """Set the guess of a position to the token of its read-out. If it changes, the positions after it are dropped."""
-        position.next_read_out = self.last_step + 1 if position.output is not None else 2 * position.part.loop_step
+        position.next_read_out = self.step_limit + 1 if position.output is not None else 2 * position.part.loop_step
         if token != position.guess:
             position.guess = token
             self._drop_after(self.positions.index(position))
@@ -186,10 +187,10 @@ class Wave(Batch):
         if not dropped:
             return
         del self.positions[index + 1 :]
-        self.cache.length = dropped[0].part.end - 1
+        self.cache.length = _position(dropped[0].part)
         self._add(rewound=len(dropped))
         if self.loop.rows is not None:
-            self.loop.drop([part.end > self.cache.length for part in self.loop.rows.parts])
+            self.loop.drop([_position(part) >= self.cache.length for part in self.loop.rows.parts])
 
     def on_verified(self, token: int) -> bool:
         """Remove the first position, whose true next token is `token`; returns whether the cache must be rewound to it."""
@@ -201,3 +202,8 @@ class Wave(Batch):
             self._next_token = token
         del self.positions[0]
         return not right
+
+
+def _position(part: Part) -> int:
+    """The position of a part of one row."""
+    return part.end - 1

@@ -52,7 +52,8 @@ class Adapter(nn.Linear):
 
 
 class SplitAdapter(nn.Module):
-    """The input projection of [state; input] (Huginn's `adapter`), its two halves modules of their own, for inference."""
+    """An `Adapter` for inference, split into two modules: A_x (`of_state`), applied at every loop step, and A_e (`of_input`), applied
+    once."""
 
     def __init__(self, of_state: nn.Module, of_input: nn.Module) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class LoopGroup(nn.Module):
     # -- the map -------------------------------------------------------------------------------------------------
 
     def inject(self, e: Tensor) -> Tensor | None:
-        """What the input adds to every step."""
+        """The injected input: what the group's input e (B, T, C) adds to the state at every loop step; None with inject="none"."""
         if self.adapter is not None:
             return self.adapter.of_input(e)
         return e if self.config.inject == "add" else None

@@ -256,7 +256,7 @@ static void write_keys_and_values(const Attention *a, int t, int first, int last
 static inline float *scores_of_thread(const Attention *a, const Thread *self) { return a->scores + ATTEND_ROWS * self->index * score_stride(a->longest); }
 
 /* Two phases: all rows write their keys and values, then each row attends to its sequence up to its own position. Returns 0
- * in a helper thread that came too late, as finish_phase does. */
+ * in a helper thread that was scheduled after the call had ended, as finish_phase does. */
 static int attention(Thread *self, const Attention *a) {
     Phase phase = begin_phase(self, a->n, items_per_claim(self, a->n));
     while (claim(self, &phase))

@@ -43,10 +43,11 @@ NO_INTERRUPT = Interrupt()  # never set
 
 @dataclass(frozen=True, slots=True)
 class LoopSteps:
-    """The result of one or more loop steps. Rows exit after the newest of them, or (`first_exit`) some of them before it."""
+    """The result of one or more loop steps, taken by N rows. Rows that exit have exited after the newest step, unless `first_exit` is
+    smaller than `taken`: then some have exited after earlier steps, from step `first_exit` on."""
 
     taken: int
-    """Steps of the rows that are still in the loop, or that exited last."""
+    """The number of steps. A row that exited earlier has taken fewer; `Part.loop_step` has the steps of each row."""
     before: Tensor
     """(N, C): the states before the newest step; may be the same tensor as `after` where `return_previous` is False."""
     after: Tensor
@@ -54,7 +55,7 @@ class LoopSteps:
     exits: Tensor | bool
     """Which rows exit: bools (N,), or one for all."""
     return_previous: Tensor | bool
-    """Which of them return the state before the newest step: bools (N,), or one for all."""
+    """Which of them return the state before the newest step, because their rule has keep="previous": bools (N,), or one for all."""
     first_exit: int = 0
     """Set by `iterate`: the number of steps after which the first rows exited; 0: none has. `LoopRows.step` leaves it 0."""
     filled: bool = False
@@ -102,7 +103,7 @@ class RowKernels(Protocol):
 
 
 class Kernels(ABC):
-    """A backend.
+    """A backend: an implementation of all operators of a model for inference (native, packed or torch).
 
     `linear`, `norm`, `mlp` and `block` make the modules of the inference copy. `for_engine`, `embedding` and `stage_kernels` are called
     when an engine is made, the other methods while it runs.

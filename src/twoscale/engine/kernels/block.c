@@ -39,7 +39,9 @@ typedef struct {
     float next_eps;
     const float *x, *cos, *sin;
     Matrix qkv, attn_out, up, down;
-    float *normed, *branch, *middle, *heads, *hidden, *out;
+    /* (n, C): normed, the input of a branch (attention or MLP) after its norm; branch, its output; residual, the residual stream between the two
+     * branches. heads (n, qkv_width): queries, keys and values; hidden (n, up_width): the MLP's hidden layer. */
+    float *normed, *branch, *residual, *heads, *hidden, *out;
     Attention attention;
 } BlockRows;
 
@@ -118,8 +120,8 @@ static void block_task(const void *arguments, Thread *self) {
     while (claim(self, &phase))
         for (int t = phase.first; t < phase.last; t++) {
             long offset = (long)t * C;
-            residual_norm_row(C, b->norm_after_add, a->x + offset, a->branch + offset, b->gain2, b->eps, a->middle + offset);
-            rms_norm_row(C, a->middle + offset, b->gain3, b->eps, a->normed + offset);
+            residual_norm_row(C, b->norm_after_add, a->x + offset, a->branch + offset, b->gain2, b->eps, a->residual + offset);
+            rms_norm_row(C, a->residual + offset, b->gain3, b->eps, a->normed + offset);
         }
     if (!finish_phase(self, &phase)) return;
     if (!(n <= FEW_ROWS && a->M % PANEL == 0 ? up_and_silu_by_panel : up_and_silu)(self, a)) return;
@@ -128,7 +130,7 @@ static void block_task(const void *arguments, Thread *self) {
     while (claim(self, &phase))
         for (int t = phase.first; t < phase.last; t++) {
             long offset = (long)t * C;
-            residual_norm_row(C, b->norm_after_add, a->middle + offset, a->branch + offset, b->gain4, b->eps, a->out + offset);
+            residual_norm_row(C, b->norm_after_add, a->residual + offset, a->branch + offset, b->gain4, b->eps, a->out + offset);
             if (a->next_gain) rms_norm_row(C, a->out + offset, a->next_gain, a->next_eps, a->normed + offset);
         }
     finish_phase(self, &phase);
@@ -141,14 +143,14 @@ static void block_of_several(int threads, int n, const Block *b, const Block *ne
                              const KVView *view, float *scratch, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M;
     int qkv_width = (H + 2 * J) * D, attn_width = H * D, up_width = b->gated ? 2 * M : M;
-    float *normed = scratch, *branch = normed + (long)n * C, *middle = branch + (long)n * C, *heads = middle + (long)n * C;
+    float *normed = scratch, *branch = normed + (long)n * C, *residual = branch + (long)n * C, *heads = residual + (long)n * C;
     float *attended = heads + (long)n * qkv_width, *hidden = attended + (long)n * attn_width, *scores = hidden + (long)n * up_width;
     const float *keys = heads + (long)H * D, *values = keys + (long)J * D;
     Attention attention = {n, H, J, D, heads, keys, values, qkv_width, qkv_width, qkv_width, view->longest, view, scores, attended};
     int by_head = n <= FEW_ROWS && D % PANEL == 0 && (J % threads == 0 || J >= 4 * threads);
     BlockRows a = {.n = n, .C = C, .M = M, .gated = b->gated, .by_head = by_head, .qkv_width = qkv_width, .attn_width = attn_width, .up_width = up_width,
                    .has_bias_or_rope = b->qk_bias || cos, .normed_is_ready = normed_is_ready, .next_gain = next ? next->gain1 : 0, .next_eps = next ? next->eps : 0, .b = b, .x = x, .cos = cos, .sin = sin,
-                   .qkv = b->qkv, .attn_out = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .middle = middle,
+                   .qkv = b->qkv, .attn_out = b->out, .up = b->up, .down = b->down, .normed = normed, .branch = branch, .residual = residual,
                    .heads = heads, .hidden = hidden, .out = out, .attention = attention};
     RUN_TASK(threads, block_task, a);
 }

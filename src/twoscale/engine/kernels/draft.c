@@ -33,7 +33,7 @@ typedef struct {
  * writes them all. */
 static void draft_group(int threads, const DraftStage *s, const RowSet *row, float *x, const float *cos, const float *sin, float *buffers, float *scratch) {
     const StageWeights *w = s->weights;
-    int64_t loop_step = 0, last_step = s->steps, position = row->position[0];
+    int64_t loop_step = 0, step_limit = s->steps, position = row->position[0];
     int32_t first_exit, no_interrupt = 0;
     double statistic;
     uint8_t fired, exits;
@@ -47,8 +47,8 @@ static void draft_group(int threads, const DraftStage *s, const RowSet *row, flo
     if (s->start_states) memcpy(x, s->start_states + position * w->C, size);
     else if (!s->starts_with_input) memset(x, 0, size);
     LoopRows rows = {.x = x, .buffer_a = a, .buffer_b = b, .injected = s->input_weight || s->adds_input ? injected : 0, .cos = cos, .sin = sin, .kv = kv,
-                     .loop_step = &loop_step, .last_step = &last_step, .statistics = &statistic, .fired = &fired, .exits = &exits,
-                     .scratch = scratch, .allocated = &last_step};
+                     .loop_step = &loop_step, .step_limit = &step_limit, .statistics = &statistic, .fired = &fired, .exits = &exits,
+                     .scratch = scratch, .allocated = &step_limit};
     iterate(threads, w, row, &rows, s->steps, 0, &first_exit, &no_interrupt);
     const float *after = s->steps % 2 ? a : b;
     if (s->norm_gain) rms_norm_row(w->C, after, s->norm_gain, s->norm_eps, x);

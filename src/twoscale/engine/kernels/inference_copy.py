@@ -7,8 +7,9 @@
 
 With `native` and `packed` the copy owns all its memory: later changes of the model do not affect it, and the model may be moved or freed.
 `optimize_for_inference` compares a fingerprint of the model's weights with that of the cached copy, and makes a new copy if they differ.
-With `torch` nothing is copied. A model on a GPU, or with a parameter or buffer in another dtype than fp32, always uses `torch`. Matrices in
-panels (`quantize.py`: bf16, int8, w8a8) are neither; a model shares them with its copy, whatever the kernels.
+With `torch` nothing is copied. A model on a GPU, or with a parameter or buffer in another dtype than fp32, always uses `torch`. Weights in
+panels (`quantize.py`: bf16, int8, w8a8) are neither parameters nor buffers, so a model that has them may use any kernels; the model and its
+copy share them.
 """
 
 import threading

@@ -148,7 +148,7 @@ class LoopRowsStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "x", "buffer_a", "buffer_b", "injected", "cos", "sin", "previous_update", "norms", "kv", "loop_step", "last_step",
+            "x", "buffer_a", "buffer_b", "injected", "cos", "sin", "previous_update", "norms", "kv", "loop_step", "step_limit",
             "conditions", "condition_index", "index_in_condition", "lens", "lens_scratch", "statistics", "streak", "fired", "exits",
             "scratch", "allocated", "result", "kept_inputs", "kept_rows",
         )),

@@ -70,7 +70,7 @@ typedef struct {
     float *norms;                      /* (n, 5) of `update_norms`, if `previous_update` is given */
     const KVPointers *const *kv;       /* (n_layers, n_parts) */
     int64_t *loop_step;                /* (n_parts,): loop steps taken */
-    const int64_t *last_step;          /* (n_parts,): the loop step after which rows exit in any case */
+    const int64_t *step_limit;          /* (n_parts,): the request's maximum number of loop steps, after which rows exit in any case */
     const Condition *conditions;       /* one for each rule; null: no row has a rule */
     const int32_t *condition_index;    /* (n,): index of each row's condition, -1: none; null: all have the first */
     const int32_t *index_in_condition; /* (n,): index of each row among the rows of its condition; null: the row itself */
@@ -78,7 +78,7 @@ typedef struct {
     float *lens_scratch;               /* min(n, LENS_ROWS) * (C + O) floats */
     double *statistics;                /* (n,): the statistic of each row's condition after its newest step */
     int64_t *streak;                   /* (n,): number of consecutive steps that have passed; null: `hits` is 1 in all conditions */
-    uint8_t *fired, *exits;            /* (n,): rows whose rule fires after their newest step; rows that exit, also at last_step */
+    uint8_t *fired, *exits;            /* (n,): rows whose rule fires after their newest step; rows that exit, also at step_limit */
     float *scratch;
     const int64_t *allocated;          /* (n_parts,): the loop step up to which the levels of a part's cache are allocated */
     float *result;                     /* (n, C): see `iterate`; null if it returns when the first rows exit */
@@ -114,7 +114,7 @@ static double row_statistic(const StageWeights *s, const ActiveRows *a, const Lo
 }
 
 /* The statistics of all active rows that read logits. */
-static void read_lens(int threads, const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after) {
+static void logit_statistics(int threads, const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after) {
     const Lens *lens = l->lens;
     int C = s->C, rows[LENS_ROWS], n = 0;
     float *states = l->lens_scratch, *logits = states + (long)(a->set.n < LENS_ROWS ? a->set.n : LENS_ROWS) * C;
@@ -137,7 +137,7 @@ static void read_lens(int threads, const StageWeights *s, const ActiveRows *a, c
 /* Which active rows exit after a step; returns whether any does. */
 static int check_exits(int threads, const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after) {
     int any = 0;
-    if (l->lens) read_lens(threads, s, a, l, before, after);
+    if (l->lens) logit_statistics(threads, s, a, l, before, after);
     for (int t = 0; t < a->set.n; t++) {
         int row = caller_row(a, t);
         int64_t loop_step = l->loop_step[a->set.part[t]];
@@ -150,7 +150,7 @@ static int check_exits(int threads, const StageWeights *s, const ActiveRows *a, 
             if (condition->hits > 1) passed = (l->streak[row] = (l->streak[row] + 1) * passed) >= condition->hits;
             l->fired[row] = passed && loop_step >= condition->min_steps;
         }
-        l->exits[row] = l->fired[row] || loop_step >= l->last_step[a->set.part[t]];
+        l->exits[row] = l->fired[row] || loop_step >= l->step_limit[a->set.part[t]];
         any |= l->exits[row];
     }
     return any;

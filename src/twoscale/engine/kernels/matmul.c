@@ -165,7 +165,7 @@ static float quantize_block(int n, const float *x, int8_t *q) {
         largest = size > largest ? size : largest, zero += x[i] * 0;
     }
     float to_int = largest > 0 ? 127 / largest : 0;
-    if (!(to_int <= 1e38f)) to_int = 0; /* an input near the smallest numbers: all are taken as zero */
+    if (!(to_int <= 1e38f)) to_int = 0; /* 127 / largest overflows, so the inputs are next to zero: take them as zero */
     for (i = 0; i + 8 <= n; i += 8) {
         v8i rounded = (v8i)(load(x + i) * splat(to_int) + splat(12582912.0f)) - (v8i)splat(12582912.0f); /* to the nearest, in the low bits */
         s8x8 bytes = __builtin_convertvector(rounded, s8x8);
@@ -240,7 +240,7 @@ static inline int panels_per_claim(const Thread *self, int n, int n_panels) {
     return share < most ? share : most;
 }
 
-/* y = x w^T in one phase. Returns 0 in a helper thread that came too late, as finish_phase does. */
+/* y = x w^T in one phase. Returns what finish_phase returns: 0 in a helper thread that was scheduled after the call had ended. */
 static int matmul(Thread *self, int n, const Matrix *w, const float *x, long ldx, float *y, long ldy) {
     int n_panels = (w->O + PANEL - 1) / PANEL;
     Phase phase = begin_phase(self, n_panels, panels_per_claim(self, n, n_panels));

@@ -34,7 +34,7 @@ from twoscale.engine.kernels.native_rows import (
     NativeStatistic,
     scratch,
 )
-from twoscale.engine.kernels.panels import Panels, pack
+from twoscale.engine.kernels.panels import Panels, to_panels
 from twoscale.engine.kernels.torch_ops import TorchKernels
 from twoscale.exits.rule import Numbers, StatisticFunction, UpdateNormsFunction
 from twoscale.exits.statistics import Condition
@@ -94,13 +94,13 @@ class NativeNorm(nn.Module):
         """`norm` belongs to the inference copy, so the address of its weight does not change."""
         super().__init__()
         self.norm, self.eps, self.library = norm, norm.eps, library
-        self.gain = pointer(norm.weight, norm.weight.numel())
+        self.gain_address = pointer(norm.weight, norm.weight.numel())
 
     def forward(self, x: Tensor) -> Tensor:
         C, size = x.shape[-1], x.numel()
         x, x_ptr, y, y_ptr = input_and_output(x, size)
         threads = threads_to_use() if size > MIN_PARALLEL_SIZE else 1
-        self.library.rms_norm(threads, size // C, C, x_ptr, self.gain, self.eps, y_ptr)
+        self.library.rms_norm(threads, size // C, C, x_ptr, self.gain_address, self.eps, y_ptr)
         return y
 
 
@@ -131,7 +131,7 @@ class NativeBlock(nn.Module):
         qkv, out, up, down = (cast(NativeLinear, m) for m in (attn.qkv, attn.out, mlp.up, mlp.down))
         norms = (cast(nn.Module, norm) for norm in (block.norm1, block.norm2, block.norm3, block.norm4))
         # Gains of the norms of attention input, attention output, MLP input, MLP output. Output norms are None in a pre-norm block.
-        gain1, gain2, gain3, gain4 = (norm.gain if isinstance(norm, NativeNorm) else None for norm in norms)
+        gain1, gain2, gain3, gain4 = (norm.gain_address if isinstance(norm, NativeNorm) else None for norm in norms)
         bias = None if attn.qk_bias is None else pointer(attn.qk_bias, attn.qk_bias.numel())
         self.block, self.library, self.gains = block, library, (gain2, gain3, gain4)
         self.norm_after_add, self.eps = block.norm_after_add, block.norm1.eps
@@ -140,7 +140,7 @@ class NativeBlock(nn.Module):
         sizes = (qkv.in_features, attn.heads, attn.kv_heads, attn.head_dim, down.in_features, mlp.gated, block.norm_after_add)
         self.weights = BlockWeights(*sizes, self.eps, gain1, bias, gain2, gain3, gain4, *matrices)
         self.address = ctypes.addressof(self.weights)
-        self.scratch = 3 * qkv.in_features + qkv.out_features + out.in_features + up.out_features  # scratch floats per row
+        self.scratch_per_row = 3 * qkv.in_features + qkv.out_features + out.in_features + up.out_features  # floats
 
     def forward(self, x: Tensor, rope: Rope | None, attend: NativeAttention) -> Tensor:
         rows, threads = attend.row_kernels, threads_to_use()
@@ -148,20 +148,20 @@ class NativeBlock(nn.Module):
             return self._operator_by_operator(x, rope, attend)
         n = rows.n
         x, x_ptr, out, out_ptr = input_and_output(x, n * self.width)
-        cos, sin = (None, None) if rope is None else rows.angles(rope, self.head_dim)
-        work = scratch(n * self.scratch + score_floats(threads, rows.longest))
-        self.library.block(threads, n, self.address, x_ptr, cos, sin, attend.view(), work, out_ptr)
+        cos, sin = (None, None) if rope is None else rows.cos_sin_addresses(rope, self.head_dim)
+        work = scratch(n * self.scratch_per_row + score_floats(threads, rows.longest))
+        self.library.block(threads, n, self.address, x_ptr, cos, sin, attend.view_address(), work, out_ptr)
         return out
 
     def _operator_by_operator(self, x: Tensor, rope: Rope | None, attend: NativeAttention) -> Tensor:
         block, (gain2, gain3, gain4), C = self.block, self.gains, x.shape[-1]
         x = x.contiguous()
         n, threads = x.numel() // C, threads_to_use()
-        y, middle, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
-        x_ptr, y_ptr, middle_ptr, out_ptr = (pointer(t, n * C) for t in (x, y, middle, out))
-        self.library.residual_norm(threads, n, C, self.norm_after_add, x_ptr, y_ptr, gain2, gain3, self.eps, middle_ptr)
+        y, residual, out = block.attn(block.norm1(x), rope, attend), torch.empty_like(x), torch.empty_like(x)
+        x_ptr, y_ptr, residual_ptr, out_ptr = (pointer(t, n * C) for t in (x, y, residual, out))
+        self.library.residual_norm(threads, n, C, self.norm_after_add, x_ptr, y_ptr, gain2, gain3, self.eps, residual_ptr)
         y = block.mlp(y)
-        self.library.residual_norm(threads, n, C, self.norm_after_add, middle_ptr, pointer(y, n * C), gain4, None, self.eps, out_ptr)
+        self.library.residual_norm(threads, n, C, self.norm_after_add, residual_ptr, pointer(y, n * C), gain4, None, self.eps, out_ptr)
         return out
 
 
@@ -202,7 +202,7 @@ class NativeKernels(TorchKernels):
         return self
 
     def linear(self, weight: Tensor) -> nn.Module:
-        return NativeLinear(pack(as_matrix(weight), "fp32"), self.library)
+        return NativeLinear(to_panels(as_matrix(weight), "fp32"), self.library)
 
     def norm(self, norm: RMSNorm) -> nn.Module:
         return NativeNorm(norm, self.library)
@@ -230,8 +230,9 @@ class NativeKernels(TorchKernels):
         return NativeUpdateNorms(self.library)
 
     def statistic_function(self, condition: Condition) -> StatisticFunction | None:
-        by_norms = not condition.statistic.reads_logits and not condition.parameters  # then Python's arithmetic is the same
-        return None if by_norms else NativeStatistic(condition, self.library)
+        # Statistics that Python computes from the update norms have the same bits as in C: only the others need C.
+        from_norms = not condition.statistic.reads_logits and not condition.parameters
+        return None if from_norms else NativeStatistic(condition, self.library)
 
     def allocate(self, layer: int, shape: tuple[int, int, int, int], like: Tensor) -> tuple[Tensor, Tensor, object | None]:
         return like.new_empty(shape), like.new_empty(shape), None

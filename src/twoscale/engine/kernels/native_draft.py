@@ -39,7 +39,7 @@ class NativeDrafts:
         self.stages = cast("list[NativeStageKernels]", engine.stage_kernels)
         norm = cast("NativeNorm | None", model.ln_f) if config.final_norm else None
         self.head = cast("NativeLinear", model.lm_head)
-        gain, eps = (None, 0.0) if norm is None else (norm.gain, norm.eps)
+        gain, eps = (None, 0.0) if norm is None else (norm.gain_address, norm.eps)
         self.lens = Lens(config.vocab_size, gain, self.head.address, eps)
         self.scratch_per_row = max(stage.scratch_per_row for stage in self.stages)
 
@@ -67,7 +67,7 @@ class NativeDrafts:
         V, C = config.vocab_size, config.n_embd
         size = 4 * C + self.head.out_features + 3 * V + 2 * -(-V // 64) + 16 + self.scratch_per_row + score_floats(threads, end)
         scratch = empty_floats(size)
-        cos, sin = (None, None) if self.rope is None else (pointer(angles, angles.numel()) for angles in self.rope)
+        cos, sin = (None, None) if self.rope is None else (pointer(table, table.numel()) for table in self.rope)
         drafter = Drafter(
             rope_size=config.head_dim, n_stages=len(stages), n_stops=len(stops), embedding=self.embed.address, cos=cos, sin=sin,
             stages=ctypes.addressof(stages), lens=ctypes.addressof(self.lens), stops=ctypes.addressof(stops), capacity=cache.capacity,
@@ -92,5 +92,5 @@ class NativeDrafts:
                 stage.start_states = pointer(states, states.numel())  # the engine keeps it
             if config.group_norm == "leave" and group.norm is not None:
                 norm = cast("NativeNorm", group.norm)
-                stage.norm_gain, stage.norm_eps = norm.gain, norm.eps
+                stage.norm_gain, stage.norm_eps = norm.gain_address, norm.eps
         return stage

@@ -82,19 +82,19 @@ class NativeRowKernels:
         self._keep_alive = parts, capacities, rows.positions  # C holds their addresses
         self.addresses = ctypes.addressof(parts), ctypes.addressof(capacities), pointer(rows.positions, self.n, torch.int64)
         self._row_set = RowSet(self.n, len(rows.parts), *self.addresses, self.longest)
-        self.row_set = ctypes.addressof(self._row_set)
+        self.row_set_address = ctypes.addressof(self._row_set)
         self._rope: Rope | None = None
         self._kv_pointers: dict[int, ctypes.Array[ctypes.c_void_p]] = {}
 
     def attention(self, layer: int) -> "NativeAttention":
         return NativeAttention(self, layer)
 
-    def angles(self, rope: Rope, head_dim: int) -> tuple[int, int]:
-        """The addresses of cos and sin."""
+    def cos_sin_addresses(self, rope: Rope, head_dim: int) -> tuple[int, int]:
+        """The addresses of cos and sin of the rotary embedding."""
         if rope is not self._rope:
-            self._angles = pointer(rope[0], self.n * head_dim), pointer(rope[1], self.n * head_dim)
+            self._cos_sin = pointer(rope[0], self.n * head_dim), pointer(rope[1], self.n * head_dim)
             self._rope = rope
-        return self._angles
+        return self._cos_sin
 
     def kv_pointers(self, first_layer: int, n_layers: int) -> int:
         """The address of pointers (n_layers, parts) to the `KVPointers` of each part's cache. Allocates the first level of each layer."""
@@ -108,7 +108,7 @@ class NativeRowKernels:
 
 
 class NativeAttention:
-    """The attention of one layer: called directly, or used by a fused block through `view`."""
+    """The attention of one layer: called directly, or used by a fused block through `view_address`."""
 
     def __init__(self, row_kernels: NativeRowKernels, layer: int) -> None:
         self.row_kernels, self.layer = row_kernels, layer
@@ -122,11 +122,11 @@ class NativeAttention:
         addresses = (row_pointer(heads, n, count, D) for heads, count in ((q, H), (k, J), (v, J)))
         rows.library.attend(
             threads, n, H, J, D, *addresses, q.stride(1), k.stride(1), v.stride(1),
-            self.view(), scratch(score_floats(threads, rows.longest)), pointer(out, n * H * D),
+            self.view_address(), scratch(score_floats(threads, rows.longest)), pointer(out, n * H * D),
         )  # fmt: skip
         return out
 
-    def view(self) -> int:
+    def view_address(self) -> int:
         """The address of the KVView of these rows at their current loop steps."""
         rows, layer = self.row_kernels, self.layer
         if self._view is None:
@@ -173,7 +173,7 @@ class NativeStageKernels(StageKernels):
         self.library = library
         blocks = cast("list[NativeBlock]", self.blocks)
         self.n_layers, self.width, self.head_dim = len(blocks), blocks[0].width, blocks[0].head_dim
-        self.scratch_per_row = max(block.scratch for block in blocks)
+        self.scratch_per_row = max(block.scratch_per_row for block in blocks)
         self._blocks = (ctypes.c_void_p * len(blocks))(*(block.address for block in blocks))
         state_weight, gain, eps = None, None, 0.0
         if isinstance(module, LoopGroup):
@@ -181,7 +181,7 @@ class NativeStageKernels(StageKernels):
                 state_weight = cast("NativeLinear", module.adapter.of_state).address
             if module.config.group_norm == "step" and module.norm is not None:
                 norm = cast("NativeNorm", module.norm)
-                gain, eps = norm.gain, norm.eps
+                gain, eps = norm.gain_address, norm.eps
         self._weights = StageWeights(self.width, len(blocks), ctypes.addressof(self._blocks), state_weight, gain, eps)
         self.address = ctypes.addressof(self._weights)
 
@@ -190,10 +190,10 @@ class NativeStageKernels(StageKernels):
         if n > MAX_FUSED_ROWS:
             return super().run(x, rope, rows)
         x, x_ptr, out, out_ptr = input_and_output(x, n * self.width)
-        cos, sin = (None, None) if rope is None else row_kernels.angles(rope, self.head_dim)
+        cos, sin = (None, None) if rope is None else row_kernels.cos_sin_addresses(rope, self.head_dim)
         kv = row_kernels.kv_pointers(self.first_layer, self.n_layers)
         work = scratch(n * self.scratch_per_row + score_floats(threads, row_kernels.longest))
-        self.library.run_stage(threads, self.address, row_kernels.row_set, kv, x_ptr, cos, sin, work, out_ptr)
+        self.library.run_stage(threads, self.address, row_kernels.row_set_address, kv, x_ptr, cos, sin, work, out_ptr)
         return out
 
     def iterate(self, loop: "LoopRows", max_steps: int, interrupt: Interrupt, steps_after_exit: int = 0) -> LoopSteps:
@@ -214,7 +214,7 @@ class FusedLoop:
         self.stage, self.rows, self.n, self.row_kernels, self.threads = stage, rows, n, row_kernels, threads_to_use()
         self.states, streaks = (torch.empty_like(loop.x), torch.empty_like(loop.x)), rules.streaks()
         self.streaks = None if streaks is None else (ctypes.c_int64 * n)(*streaks)
-        self.loop_step, last_step = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.step_limits)
+        self.loop_step, step_limit = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.step_limits)
         self.fired, self.exits, self.first_exit = (ctypes.c_uint8 * n)(), (ctypes.c_uint8 * n)(), ctypes.c_int32()
         self.allocated = (ctypes.c_int64 * n_parts)()
         self._kept: tuple[Tensor, ctypes.Array[ctypes.c_int64]] | None = None
@@ -223,8 +223,8 @@ class FusedLoop:
         injected = None if loop.injected is None else loop.injected.contiguous()
         previous_update = None if rules.previous_updates is None else rules.previous_updates.vectors_like(loop.x)
         norms = None if previous_update is None else (ctypes.c_float * (NORMS * n))()
-        cos, sin = (None, None) if loop.rope is None else row_kernels.angles(loop.rope, stage.head_dim)
-        self.pointers = pointers = LoopRowsStruct(
+        cos, sin = (None, None) if loop.rope is None else row_kernels.cos_sin_addresses(loop.rope, stage.head_dim)
+        self.struct = struct = LoopRowsStruct(
             injected=None if injected is None else pointer(injected, n * C),
             cos=cos,
             sin=sin,
@@ -232,18 +232,18 @@ class FusedLoop:
             norms=_address(norms),
             kv=row_kernels.kv_pointers(stage.first_layer, stage.n_layers),
             loop_step=_address(self.loop_step),
-            last_step=_address(last_step),
+            step_limit=_address(step_limit),
             statistics=_address(statistics),
             streak=_address(self.streaks),
             fired=_address(self.fired),
             exits=_address(self.exits),
             allocated=_address(self.allocated),
         )
-        self._keep_alive: list[object] = [last_step, statistics, injected, previous_update, norms]  # C holds their addresses
-        self._add_conditions(pointers, rules, loop.engine.model)
-        self.address = ctypes.addressof(pointers)
+        self._keep_alive: list[object] = [step_limit, statistics, injected, previous_update, norms]  # C holds their addresses
+        self._add_conditions(struct, rules, loop.engine.model)
+        self.address = ctypes.addressof(struct)
 
-    def _add_conditions(self, pointers: LoopRowsStruct, rules: "LoopExitRules", model: LoopedGPT) -> None:
+    def _add_conditions(self, struct: LoopRowsStruct, rules: "LoopExitRules", model: LoopedGPT) -> None:
         """The conditions of the rows' rules."""
         if all(entry.rule is None for entry in rules.by_rule):
             return
@@ -254,23 +254,23 @@ class FusedLoop:
                 remembered = remembered_buffer(entry.condition, rule_state.remembered, n_rows, model.config.vocab_size)
                 rule_state.remembered = remembered
                 conditions[i] = condition_struct(entry.condition, rule_state.rule, remembered)
-        pointers.conditions = ctypes.addressof(conditions)
+        struct.conditions = ctypes.addressof(conditions)
         self._keep_alive.append(conditions)
         if any(entry.condition is not None and entry.condition.statistic.reads_logits for entry in rules.by_rule):
             norm = cast("NativeNorm | None", model.ln_f) if model.config.final_norm else None
             head = cast("NativeLinear", model.lm_head)
-            gain, eps = (None, 0.0) if norm is None else (norm.gain, norm.eps)
+            gain, eps = (None, 0.0) if norm is None else (norm.gain_address, norm.eps)
             lens = Lens(model.config.vocab_size, gain, head.address, eps)
             size = min(self.n, LENS_ROWS) * (self.stage.width + head.out_features)
             logits = empty_floats(size)
-            pointers.lens, pointers.lens_scratch = ctypes.addressof(lens), pointer(logits, size)
+            struct.lens, struct.lens_scratch = ctypes.addressof(lens), pointer(logits, size)
             self._keep_alive += [lens, logits]
         if len(conditions) > 1:
             condition_index, index_in_condition = (ctypes.c_int32 * self.n)(), (ctypes.c_int32 * self.n)()
             for i, entry in enumerate(rules.by_rule):
                 for j, row in enumerate(entry.row_indices):
                     condition_index[row], index_in_condition[row] = -1 if entry.rule is None else i, j
-            pointers.condition_index, pointers.index_in_condition = ctypes.addressof(condition_index), ctypes.addressof(index_in_condition)
+            struct.condition_index, struct.index_in_condition = ctypes.addressof(condition_index), ctypes.addressof(index_in_condition)
             self._keep_alive += [condition_index, index_in_condition]
 
     @staticmethod
@@ -286,28 +286,28 @@ class FusedLoop:
         n, C, D = self.n, self.stage.width, self.stage.head_dim
         if self._kept is None:
             self._kept = kept_inputs, kept_rows = empty_floats(n * (C + 2 * D)), (ctypes.c_int64 * (3 * n))()
-            self.pointers.kept_inputs, self.pointers.kept_rows = pointer(kept_inputs, n * (C + 2 * D)), _address(kept_rows)
-            self.pointers.rope_size = D
+            self.struct.kept_inputs, self.struct.kept_rows = pointer(kept_inputs, n * (C + 2 * D)), _address(kept_rows)
+            self.struct.rope_size = D
         result = torch.empty_like(self.states[0])
-        self.pointers.result = pointer(result, n * C)
+        self.struct.result = pointer(result, n * C)
         return result
 
     def run(self, loop: "LoopRows", max_steps: int, interrupt: Interrupt, steps_after_exit: int) -> LoopSteps:
         """See `StageKernels.iterate`. Rows that exit before others are removed in C if `steps_after_exit` is above 0 and every part has one
         row; otherwise the call ends when a row exits."""
-        stage, pointers, parts, (buffer_a, buffer_b) = self.stage, self.pointers, self.rows.parts, self.states
+        stage, struct, parts, (buffer_a, buffer_b) = self.stage, self.struct, self.rows.parts, self.states
         x, size = loop.x, self.n * self.stage.width
         if x is buffer_a:  # x may be the output buffer of the previous call: write the other buffer first
             buffer_a, buffer_b = buffer_b, buffer_a
-        pointers.x, pointers.buffer_a, pointers.buffer_b = pointer(x, size), pointer(buffer_a, size), pointer(buffer_b, size)
-        pointers.scratch = scratch(self.n * stage.scratch_per_row + score_floats(self.threads, self.row_kernels.longest))
+        struct.x, struct.buffer_a, struct.buffer_b = pointer(x, size), pointer(buffer_a, size), pointer(buffer_b, size)
+        struct.scratch = scratch(self.n * stage.scratch_per_row + score_floats(self.threads, self.row_kernels.longest))
         for i, part in enumerate(parts):
             self.loop_step[i], self.allocated[i] = part.loop_step, loop.allocated_steps[i]
         result = self._output_and_compaction_memory() if steps_after_exit and self.n > 1 and self.rows.one_row_per_part else None
         if result is None:
-            pointers.result = None
+            struct.result = None
         taken = stage.library.iterate(
-            self.threads, stage.address, self.row_kernels.row_set, self.address, max_steps, min(steps_after_exit, max_steps),
+            self.threads, stage.address, self.row_kernels.row_set_address, self.address, max_steps, min(steps_after_exit, max_steps),
             ctypes.addressof(self.first_exit), interrupt.address,
         )  # fmt: skip
         for part, loop_step in zip(parts, self.loop_step, strict=True):
@@ -353,7 +353,8 @@ def remembered_buffer(condition: Condition, remembered: Tensor, n: int, vocab_si
 
 
 def condition_struct(condition: Condition, rule: Rule | None, remembered: Tensor) -> ConditionStruct:
-    """A condition for C, with what is remembered of the rows; the caller keeps both alive while C uses them."""
+    """The C struct of a condition. `remembered` is what its rule has kept of the rows since their previous step; C overwrites it. The
+    caller must keep `condition` and `remembered` alive while C uses them."""
     remembered_ptr, size = (pointer(remembered, remembered.numel()), remembered.shape[1]) if remembered.dim() else (None, 0)
     parameters = condition.parameter_array.buffer_info()[0] if condition.parameters else None
     hits, min_steps, previous = (1, 1, False) if rule is None else (rule.hits, rule.min_steps, rule.keep == "previous")
@@ -363,7 +364,8 @@ def condition_struct(condition: Condition, rule: Rule | None, remembered: Tensor
 
 
 class NativeStatistic:
-    """The statistic of a condition after a step that no FusedLoop took, to the same bits. Implements `exits.rule.StatisticFunction`."""
+    """The statistic of a condition, for steps that are taken one by one and not in a FusedLoop; it has the same bits there. Implements
+    `exits.rule.StatisticFunction`."""
 
     def __init__(self, condition: Condition, library: Library) -> None:
         self.condition, self.library = condition, library

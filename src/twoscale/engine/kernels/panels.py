@@ -62,8 +62,8 @@ def _layout(shape: tuple[int, int], dtype: WeightDtype) -> tuple[int, ...]:
     return (n_panels, -(-I // 4), PANEL, 4) if dtype == "w8a8" else (n_panels, I, PANEL)
 
 
-def pack(matrix: Matrix, dtype: WeightDtype) -> Panels:
-    """The matrix, whose values fit the dtype, in panels."""
+def to_panels(matrix: Matrix, dtype: WeightDtype) -> Panels:
+    """The matrix in panels. Its values must be in the storage type of `dtype` already (`quantize_matrix`); only their order changes."""
     O, I = matrix.values.shape  # noqa: E741
     assert matrix.values.dtype == _TORCH[dtype] and I <= MAX_INPUTS
     values = _empty_matrix(_layout((O, I), dtype), _TORCH[dtype])
@@ -100,8 +100,8 @@ def agrees_with_torch(library: Library) -> bool:
         for n in (1, 3, 7):
             x, w = (torch.linspace(-1, 1, rows * 291, dtype=torch.float32, device="cpu").view(rows, 291).cos() for rows in (n, 83))
             matrix, y = quantize_matrix(w, dtype), empty_floats(n * 83).view(n, 83)
-            packed = pack(matrix, dtype)
-            library.linear(threads_to_use(), n, packed.address, pointer(x, n * 291), pointer(y, n * 83))
+            panels = to_panels(matrix, dtype)
+            library.linear(threads_to_use(), n, panels.address, pointer(x, n * 291), pointer(y, n * 83))
             if not torch.allclose(y, QuantizedLinear(matrix, dtype)(x), atol=1e-4):
                 return False
     return True

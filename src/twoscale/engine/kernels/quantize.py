@@ -1,8 +1,8 @@
 """Models for inference alone, with weight matrices in bf16, int8 or w8a8.
 
 A `QuantizedModelBuilder` takes a model's weights one by one and puts each into its final place: matrices into panels for the C kernels, or,
-without them and on other devices, into modules that dequantize block by block on each call. So no weight is in memory twice. Embedding and
-head are matrices too; norms, biases, learned positions and the exit gate stay fp32.
+without them and on other devices, into modules that dequantize some rows at a time on each call. So no weight is in memory twice. Embedding
+and head are matrices too; norms, biases, learned positions and the exit gate stay fp32.
 
 Such a model runs in `generate`, `forward`, `trace` and all that builds on them. It cannot be trained or saved.
 """
@@ -16,7 +16,7 @@ from twoscale.config import ModelConfig, UserError
 from twoscale.config.dtypes import WeightDtype
 from twoscale.engine.kernels.library import c_library
 from twoscale.engine.kernels.native import NativeEmbedding, NativeLinear
-from twoscale.engine.kernels.panels import MAX_INPUTS, pack
+from twoscale.engine.kernels.panels import MAX_INPUTS, to_panels
 from twoscale.model import LoopedGPT
 from twoscale.model.group import SplitAdapter
 from twoscale.model.quantized import Matrix, QuantizedEmbedding, QuantizedLinear, quantize_matrix
@@ -79,7 +79,7 @@ class QuantizedModelBuilder:
         if self.library is not None:
             if matrix.values.shape[1] > MAX_INPUTS:
                 raise UserError(f"a matrix of {matrix.values.shape[1]} inputs is too wide, at most {MAX_INPUTS} are supported")
-            return NativeLinear(pack(matrix, self.dtype), self.library)
+            return NativeLinear(to_panels(matrix, self.dtype), self.library)
         return QuantizedLinear(_to(matrix, self.device), self.dtype)
 
     def _embedding(self, weight: Tensor | Matrix) -> None:

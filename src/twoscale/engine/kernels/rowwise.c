@@ -37,7 +37,8 @@ static void silu_row(int from, int to, int M, int gated, const float *h, float *
 
 #define MIN_PARALLEL_SIZE 16384 /* elements from which several threads are faster than one; the same number is in native.py */
 
-/* Arguments of the row-wise kernels; each uses some of them. */
+/* Arguments of the row-wise kernels; each uses some of them. A branch is attention or the MLP of a block, whose output is added to the residual
+ * stream. */
 typedef struct {
     int n, C;
     int option;             /* silu: gated; residual_norm: norm_after_add */

@@ -115,11 +115,11 @@ class TorchRowKernels:
         self.parts, self.positions, self.n = rows.parts, rows.positions, rows.n  # not `rows` itself: it refers to this object
         self.masks: dict[object, Tensor | None] = {}
         self.indices: dict[tuple[int, ...], Tensor] = {}
-        self.one_row_per_sequence = batch_attention and len(rows.parts) > 1 and rows.one_row_per_part
-        """Whether there are several sequences with one row each."""
+        self.use_slabs = batch_attention and len(rows.parts) > 1 and rows.one_row_per_part
+        """Whether attention is one padded call per slab: there are several sequences with one row each."""
 
     def attention(self, layer: int) -> Attend:
-        attend = self._attend_slabs if self.one_row_per_sequence else self._attend_parts
+        attend = self._attend_slabs if self.use_slabs else self._attend_parts
         return lambda q, k, v: attend(layer, q, k, v)
 
     def _attend_slabs(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
