@@ -15,7 +15,7 @@ from twoscale.config.serial import to_dict
 from twoscale.interop import find, vllm_plugin
 from twoscale.interop.export import export
 from twoscale.interop.load import model_config
-from twoscale.interop.vllm_plugin.depth import depth_of, fixed_depth
+from twoscale.interop.vllm_plugin.depth import check_depth, fixed_depth
 from twoscale.tradeoff.load_run import name_checkpoint
 
 CONFIG = small_model(groups=((0,), (1, 2), (4,)), mean_loops=7)
@@ -33,13 +33,13 @@ def folder_with(tmp_path: Path, fixed: str | None, weights: str | None = None) -
 def test_depth_of_a_folder(tmp_path: Path) -> None:
     """Loops are those that are asked for, else the best fixed depth of the calibration, else the model's own; `auto` has its rules."""
     folder = folder_with(tmp_path, "fixed:4")
-    assert depth_of(CONFIG, None).loops == (7, 7, 7) and depth_of(CONFIG, folder).loops == (4, 4, 4)
-    assert depth_of(CONFIG, folder, loops=[1, 2, 3]).loops == (1, 2, 3) and depth_of(CONFIG, folder, loops=9).loops == (9, 9, 9)
-    auto = depth_of(CONFIG, folder, exit="auto")
+    assert check_depth(CONFIG, None).loops == (7, 7, 7) and check_depth(CONFIG, folder).loops == (4, 4, 4)
+    assert check_depth(CONFIG, folder, loops=[1, 2, 3]).loops == (1, 2, 3) and check_depth(CONFIG, folder, loops=9).loops == (9, 9, 9)
+    auto = check_depth(CONFIG, folder, exit="auto")
     assert auto.loops == (20, 20, 20) and auto.rules == (exits.Acceleration(0.5),) * 3
-    mixed = depth_of(CONFIG, folder, exit=["fixed:2", None, "step-norm:0.1"], loops=5)
+    mixed = check_depth(CONFIG, folder, exit=["fixed:2", None, "step-norm:0.1"], loops=5)
     assert mixed.rules == (exits.Fixed(2), None, exits.StepNorm(0.1)) and mixed.loops == (5, 5, 5)
-    assert depth_of(CONFIG, None, seed=3).seed == 3
+    assert check_depth(CONFIG, None, seed=3).seed == 3
 
 
 def test_depth_of_an_export(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_depth_of_an_export(tmp_path: Path) -> None:
     config = model_config(folder)
     rule = exits.parse(json.loads((folder / "calibration.json").read_text())["report"]["fixed"]["rule"])
     assert isinstance(rule, exits.Fixed)
-    assert depth_of(config, folder).loops == (rule.k,) * config.n_groups and rule.k != config.mean_loops
-    assert all(isinstance(r, exits.Acceleration) for r in depth_of(config, folder, exit="auto").rules)
+    assert check_depth(config, folder).loops == (rule.k,) * config.n_groups and rule.k != config.mean_loops
+    assert all(isinstance(r, exits.Acceleration) for r in check_depth(config, folder, exit="auto").rules)
 
 
 def test_calibration_of_other_weights(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_calibration_of_other_weights(tmp_path: Path) -> None:
 def test_bad_depths(settings: dict[str, Any], line: str) -> None:
     """A depth that the folder cannot do is one line that says why."""
     with pytest.raises(UserError, match=line) as caught:
-        depth_of(CONFIG, None, **settings)
+        check_depth(CONFIG, None, **settings)
     assert "\n" not in str(caught.value)
 
 

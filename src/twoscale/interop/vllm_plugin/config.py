@@ -18,7 +18,7 @@ from twoscale.engine.request import LoopParams
 from twoscale.interop.families import FAMILIES
 from twoscale.interop.load import read_exported
 from twoscale.interop.vllm_plugin import ARCHITECTURE
-from twoscale.interop.vllm_plugin.depth import depth_of
+from twoscale.interop.vllm_plugin.depth import check_depth
 
 KEPT = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "name_or_path", "_name_or_path")
 
@@ -62,7 +62,7 @@ class TwoscaleConfig(PretrainedConfig):
 
     def depth(self, folder: Path | None) -> LoopParams:
         """Loops and rules of each group."""
-        return depth_of(self.model_config, folder, loops=self.loops, exit=self.exit, seed=self.start_seed)
+        return check_depth(self.model_config, folder, loops=self.loops, exit=self.exit, seed=self.start_seed)
 
 
 class HuginnConfig(TwoscaleConfig):

@@ -15,8 +15,8 @@ READ_STATES = (exits.StepNorm, exits.Acceleration, exits.Cosine, exits.Gate, exi
 """Rules that need nothing but states. The others read the head after every step, or need to know the row of a batch."""
 
 
-def depth_of(config: ModelConfig, folder: Path | None, *, loops: Any = None, exit: Any = None, seed: Any = None) -> LoopParams:
-    """What `--hf-overrides` says of the depth, checked against the folder.
+def check_depth(config: ModelConfig, folder: Path | None, *, loops: Any = None, exit: Any = None, seed: Any = None) -> LoopParams:
+    """The loop parameters that `--hf-overrides` asks for; UserError if the folder cannot be run with them.
 
     `loops` is one number or one for each group. Without it: the depth that the calibration found for `exit="auto"`; with no rule the
     best fixed depth that the calibration has certified; else the model's own. `exit` is `auto`, a rule for all groups as on the command
