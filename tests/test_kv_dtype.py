@@ -237,6 +237,7 @@ def test_benches(cli: CommandLine) -> None:
     code, out, err = cli("bench", "quantize", "hops", "--windows", 2, "--loops", 2, "--dtype", "--kv-dtype", "bf16")
     assert code == 0 and "kv bf16 " in out and "step norm" in out, err
     assert cli("bench", "quantize", "hops", "--windows", 2, "--dtype")[0] == 2
+    assert "distance" not in out and cli("bench", "quantize", "hops", "--dtype", "--kv-dtype", "bf16", "--figure", "x.png")[0] == 2
     pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twoscale[serve])")
     code, out, err = cli(
         "bench", "serve", "--preset", "nano", "--mixed", "--kv-dtype", "bf16", "--rounds", 1, "--seconds", 0.2, "--clients", 2

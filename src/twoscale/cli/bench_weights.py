@@ -70,7 +70,9 @@ def quantize(args: BenchQuantizeArgs) -> int:
     from twoscale.tradeoff.load_run import load_run
 
     if args.windows < 2 or not args.loops or min(args.loops) < 1 or not (args.dtype or args.kv_dtype):
-        raise UserError("--windows is at least 2, --loops at least 1, and --dtype names at least one")
+        raise UserError("--windows is at least 2, --loops at least 1, and --dtype names at least one unless there is --kv-dtype")
+    if args.figure is not None and not args.dtype:
+        raise UserError("--figure draws the states of rounded weights: name at least one --dtype")
     device = usable_device(args.device)
     opened = load_run(as_run(args.run, say), device=device)
     text = opened.text("report", args.windows)
@@ -89,7 +91,8 @@ def quantize(args: BenchQuantizeArgs) -> int:
         parts = ((one.dtype, one.by_rule[rule][0]) for one in found)
         each = "".join(f"   {d} {r['mean_steps']:.2f} ({r['dce']:+.4f})" for d, r in parts)
         print(f"  {rule:<28} fp32 {exact['mean_steps']:.2f} ({exact['dce']:+.4f}){each}")
-    print("\ndistance of rounded and exact states over their size, after 1, half and all steps; last over half")
+    if args.dtype:
+        print("\ndistance of rounded and exact states over their size, after 1, half and all steps; last over half")
     for one in found:
         for g, error in enumerate(one.groups):
             half = error.distance[len(error.distance) // 2 - 1]
