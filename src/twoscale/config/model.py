@@ -112,6 +112,16 @@ class ModelConfig:
         return len(self.groups)
 
     @property
+    def noise_in_steps(self) -> bool:
+        """Whether noise is mixed into the state before every loop step."""
+        return self.noise == "every_step"
+
+    @property
+    def norm_at_exit(self) -> bool:
+        """Whether the norm of a group is applied once, to the state with which a token leaves the group."""
+        return self.group_norm == "leave"
+
+    @property
     def stages(self) -> tuple[tuple[tuple[int, ...], int | None], ...]:
         """The network in order: (layer ids, group index), with None for a plain run of layers."""
         stages: list[tuple[tuple[int, ...], int | None]] = []

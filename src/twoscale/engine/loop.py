@@ -137,7 +137,7 @@ class LoopRows:
         for part, limit in zip(rows.parts, self.step_limits, strict=True):
             part.loop_step += 1
             at_limit = at_limit or part.loop_step >= limit
-        x = before if self.engine.config.noise == "start" else self.group.mix_noise(before, self._step_noise(rows))
+        x = before if not self.engine.config.noise_in_steps else self.group.mix_noise(before, self._step_noise(rows))
         injected = None if self.injected is None else self.injected[None]
         if self._attention_of_layer is None:
             self._attention_of_layer = rows.attention(self.layers.start, len(self.layers))

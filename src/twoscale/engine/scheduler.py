@@ -274,7 +274,7 @@ class Scheduler:
 
     def _append_row_tokens(self, request: Request, chunk: Chunk, sampled: Sampled, logits: Tensor, rows: range) -> None:
         """Append the tokens that were sampled from the last rows of a chunk, until one of them is not the token of the next row."""
-        n, first_new = chunk.part.count, len(request.tokens)
+        n, n_before = chunk.part.count, len(request.tokens)
         tokens, steps = chunk.positions_and_tokens[1].tolist(), chunk.steps_of_tokens()
         for i, row in enumerate(rows, start=n - len(rows)):
             if not sampled.finite[row]:
@@ -289,8 +289,8 @@ class Scheduler:
                 request.on_token(request)  # it may set `finish_reason`
             if request.finish_reason or i + 1 == n or sampled.tokens[row] != tokens[i + 1]:
                 break
-        if first_new and (speculator := self._speculators.get(request)) is not None:
-            speculator.on_verified(len(request.tokens) - first_new, chunk.steps_by_group)
+        if n_before > 0 and (speculator := self._speculators.get(request)) is not None:
+            speculator.on_verified(len(request.tokens) - n_before, chunk.steps_by_group)
             if speculator.wave is not None:
                 self._in_batch.add(request)
         if request.finish_reason:

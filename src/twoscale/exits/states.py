@@ -53,7 +53,7 @@ class Acceleration(StepThreshold):
 
     STATISTICS: ClassVar[dict[str | None, Statistic]] = {
         None: statistics.ACCELERATION,
-        "steps": statistics.ACCELERATION_OVER_STEPS,
+        "steps": statistics.ACCELERATION_OVER_STEP_NORMS,
         "state": statistics.ACCELERATION_OVER_STATE,
     }
 

@@ -33,7 +33,7 @@ class Statistic:
 STEP_NORM = Statistic(0, lambda view: view.step_norm)
 STEP_NORM_OVER_STATE = Statistic(1, lambda view: ratio(view.step_norm, view.state_norm))
 ACCELERATION = Statistic(2, lambda view: view.acceleration)
-ACCELERATION_OVER_STEPS = Statistic(3, lambda view: ratio(view.acceleration, view.step_norm, view.previous_step_norm))
+ACCELERATION_OVER_STEP_NORMS = Statistic(3, lambda view: ratio(view.acceleration, view.step_norm, view.previous_step_norm))
 ACCELERATION_OVER_STATE = Statistic(4, lambda view: ratio(view.acceleration, view.state_norm))
 COSINE_DISTANCE = Statistic(5, lambda view: cosine_distance(view.step_norm, view.state_norm, view.new_state_norm))
 NEGATED_STEP = Statistic(6)

@@ -135,7 +135,7 @@ class LoopedGPT(nn.Module):
             if isinstance(stage, LoopGroup):
                 g = stage.index
                 x0 = start_state(c, g, x, positions, noise) if start is None else start[g].to(x)
-                fresh = None if c.noise == "start" else _fresh(noise, g, positions, c.n_embd)
+                fresh = None if not c.noise_in_steps else _fresh(noise, g, positions, c.n_embd)
                 x, steps = stage(x0, x, counts[g], rope=rope, fresh=fresh, backprop_steps=backprop_steps, recorder=recorder)
                 taken.append(steps)
             else:

@@ -102,7 +102,7 @@ class LoopGroup(nn.Module):
 
     def output(self, x: Tensor) -> Tensor:
         """What the next stage sees of the last state."""
-        return self.norm(x) if self.config.group_norm == "leave" and self.norm is not None else x
+        return self.norm(x) if self.config.norm_at_exit and self.norm is not None else x
 
     # -- the loop ------------------------------------------------------------------------------------------------
 

@@ -136,11 +136,12 @@ static void block_task(const void *arguments, Thread *self) {
     finish_phase(self, &phase);
 }
 
-/* A fused block on n rows of several sequences. cos and sin are (n, D) or null; scratch holds n * (3 C + qkv_width + attn_width + up_width)
- * + ATTEND_ROWS threads score_stride(longest) floats. Of successive blocks with the same scratch memory, each but the last may be given the
- * next one, and each but the first finds its normed input there (`normed_is_ready`). */
-static void block_of_several(int threads, int n, const Block *b, const Block *next, int normed_is_ready, const float *x, const float *cos, const float *sin,
-                             const KVView *view, float *scratch, float *out) {
+/* One of the successive fused blocks of a stage, on n rows of several sequences. cos and sin are (n, D) or null; scratch holds n * (3 C + qkv_width + attn_width + up_width)
+ * + ATTEND_ROWS threads score_stride(longest) floats. The norm at the start of the next block is taken
+ * here, and kept in scratch: each block but the last is given the `next` one, and each but the first finds its normed input there
+ * (`normed_is_ready`). */
+static void block_in_stage(int threads, int n, const Block *b, const Block *next, int normed_is_ready, const float *x, const float *cos, const float *sin,
+                           const KVView *view, float *scratch, float *out) {
     int C = b->C, H = b->H, J = b->J, D = b->D, M = b->M;
     int qkv_width = (H + 2 * J) * D, attn_width = H * D, up_width = b->gated ? 2 * M : M;
     float *normed = scratch, *branch = normed + (long)n * C, *residual = branch + (long)n * C, *heads = residual + (long)n * C;
@@ -156,5 +157,5 @@ static void block_of_several(int threads, int n, const Block *b, const Block *ne
 }
 
 void block(int threads, int n, const Block *b, const float *x, const float *cos, const float *sin, const KVView *view, float *scratch, float *out) {
-    block_of_several(threads, n, b, 0, 0, x, cos, sin, view, scratch, out);
+    block_in_stage(threads, n, b, 0, 0, x, cos, sin, view, scratch, out);
 }

@@ -21,7 +21,7 @@ typedef struct {
     const Embedding *embedding;
     const float *cos, *sin;        /* (positions, rope_size); null: none */
     const DraftStage *stages;
-    const Lens *lens;
+    const OutputHead *output_head;
     const int64_t *stops;          /* (n_stops,): tokens that end the text */
     int64_t capacity;              /* of the caches */
     float *scratch;                /* 4 C + O + 3 V + 2 ceil(V / 64) + 16 floats, then the scratch memory of `block` */
@@ -59,8 +59,8 @@ static void draft_group(int threads, const DraftStage *s, const RowSet *row, flo
  * is set. Returns their number. u holds a uniform number for each. */
 int draft(int threads, const Drafter *d, int m, int64_t token, int64_t position, const double *u, int64_t *tokens, const int32_t *interrupt) {
     int64_t part = 0;
-    int C = d->embedding->C, V = d->lens->V;
-    float *x = d->scratch, *buffers = x + C, *logits = x + 4L * C, *sampling = logits + d->lens->head->O;
+    int C = d->embedding->C, V = d->output_head->V;
+    float *x = d->scratch, *buffers = x + C, *logits = x + 4L * C, *sampling = logits + d->output_head->head->O;
     float *scratch = sampling + 3L * V + 2L * ((V + TILE - 1) / TILE) + 16;
     for (int i = 0; i < m; i++, position++) {
         RowSet row = {1, 1, &part, &d->capacity, &position, position + 1};
@@ -71,8 +71,8 @@ int draft(int threads, const Drafter *d, int m, int64_t token, int64_t position,
             if (s->steps) draft_group(threads, s, &row, x, cos, sin, buffers, scratch);
             else run_stage(threads, s->weights, &row, s->kv, x, cos, sin, scratch, x);
         }
-        if (d->lens->gain) rms_norm_row(C, x, d->lens->gain, d->lens->eps, x);
-        linear(threads, 1, d->lens->head, x, logits);
+        if (d->output_head->gain) rms_norm_row(C, x, d->output_head->gain, d->output_head->eps, x);
+        linear(threads, 1, d->output_head->head, x, logits);
         sample(1, 1, V, logits, &d->temperature, &d->top_k, &d->top_p, u + i, sampling, &token, &finite);
         tokens[i] = token;
         for (int j = 0; j < d->n_stops; j++)

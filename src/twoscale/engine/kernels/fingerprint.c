@@ -23,12 +23,12 @@ static inline Word initial_lane(int j) { return j + 1; }
 
 static uint64_t piece_hash(const unsigned char *p, int64_t bytes, uint64_t piece) {
     Word h[STREAMS * LANES], word;
-    int64_t line = LANES * sizeof word, stream = bytes / (STREAMS * line) * line, i = STREAMS * stream;
+    int64_t round_bytes = LANES * sizeof word, stream_bytes = bytes / (STREAMS * round_bytes) * round_bytes, i = STREAMS * stream_bytes;
     uint64_t hash = piece, halves[sizeof h / 8];
     for (int j = 0; j < STREAMS * LANES; j++) h[j] = initial_lane(j);
-    for (int64_t k = 0; k < stream; k += line)
+    for (int64_t k = 0; k < stream_bytes; k += round_bytes)
         for (int j = 0; j < STREAMS * LANES; j++) {
-            memcpy(&word, p + j / LANES * stream + k + j % LANES * sizeof word, sizeof word);
+            memcpy(&word, p + j / LANES * stream_bytes + k + j % LANES * sizeof word, sizeof word);
             h[j] = mix_word(h[j], word);
         }
     for (int j = 0; i < bytes; i += sizeof word, j++) { /* at most STREAMS * LANES words */

@@ -137,8 +137,8 @@ class ConditionStruct(ctypes.Structure):
     )
 
 
-class Lens(ctypes.Structure):
-    """The struct Lens of loop.c: final norm and head."""
+class OutputHead(ctypes.Structure):
+    """The struct OutputHead of loop.c: final norm and head."""
 
     _fields_ = (("V", ctypes.c_int32), *((name, ctypes.c_void_p) for name in ("gain", "head")), ("eps", ctypes.c_float))
 
@@ -183,7 +183,7 @@ class Drafter(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rope_size", "n_stages", "n_stops", "top_k")),
-        *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin", "stages", "lens", "stops")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin", "stages", "output_head", "stops")),
         ("capacity", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
         ("top_p", ctypes.c_double),

@@ -42,7 +42,7 @@ static void apply_layers(int threads, const StageWeights *s, const RowSet *r, co
             keys[p] = (char *)pointers->keys + offset, values[p] = (char *)pointers->values + offset;
         }
         const Block *next = layer + 1 < s->n_layers ? s->blocks[layer + 1] : 0;
-        block_of_several(threads, r->n, s->blocks[layer], next, layer > 0, x, cos, sin, &view, scratch, out);
+        block_in_stage(threads, r->n, s->blocks[layer], next, layer > 0, x, cos, sin, &view, scratch, out);
     }
 }
 
@@ -58,7 +58,7 @@ typedef struct {
     const float *gain;
     const Matrix *head;
     float eps;
-} Lens;
+} OutputHead;
 
 /* Rows inside a loop group. An update is the change of a row's state in one step, after - before. */
 typedef struct {
@@ -74,7 +74,7 @@ typedef struct {
     const Condition *conditions;       /* one for each rule; null: no row has a rule */
     const int32_t *condition_index;    /* (n,): index of each row's condition, -1: none; null: all have the first */
     const int32_t *index_in_condition; /* (n,): index of each row among the rows of its condition; null: the row itself */
-    const Lens *lens;                  /* null: no statistic reads logits */
+    const OutputHead *lens;                  /* null: no statistic reads logits */
     float *lens_scratch;               /* min(n, LENS_ROWS) * (C + O) floats */
     double *statistics;                /* (n,): the statistic of each row's condition after its newest step */
     int64_t *streak;                   /* (n,): number of consecutive steps that have passed; null: `hits` is 1 in all conditions */
@@ -115,7 +115,7 @@ static double row_statistic(const StageWeights *s, const ActiveRows *a, const Lo
 
 /* The statistics of all active rows that read logits. */
 static void logit_statistics(int threads, const StageWeights *s, const ActiveRows *a, const LoopRows *l, const float *before, const float *after) {
-    const Lens *lens = l->lens;
+    const OutputHead *lens = l->lens;
     int C = s->C, rows[LENS_ROWS], n = 0;
     float *states = l->lens_scratch, *logits = states + (long)(a->set.n < LENS_ROWS ? a->set.n : LENS_ROWS) * C;
     for (int t = 0; t < a->set.n; t++) {

@@ -1,7 +1,7 @@
 /* Matrix products: weights in panels, in four formats; micro kernels for few rows.
  *
  * Weight matrices are stored in panels of 16 outputs: w[o / 16][i][o % 16], the last panel padded with zeros. A panel is read in
- * scale blocks of SCALE_BLOCK inputs, which stay in the L1 cache for all rows. A dot product is the sum of its blocks' sums, added in order.
+ * blocks of INPUT_BLOCK inputs, which stay in the L1 cache for all rows. A dot product is the sum of its blocks' sums, added in order.
  *
  * FP32, BF16  the weights themselves
  * INT8        int8 values, with a scale for each output and scale block: the sum of a block is multiplied by it
@@ -11,7 +11,7 @@
  * With the first three the inputs are fp32 and weights become fp32 before they are multiplied, which is exact.
  */
 #define PANEL 16
-#define SCALE_BLOCK 256 /* inputs; the same number is in model/quantized.py */
+#define INPUT_BLOCK 256 /* inputs, in every format; in int8 and w8a8 they share a scale: SCALE_BLOCK in model/quantized.py */
 
 enum { FP32, BF16, INT8, W8A8 };
 
@@ -67,18 +67,18 @@ INLINE void add_to_outputs(float *y, v8 sum, int room, int accumulate) {
 }
 
 /* The inner kernel: T rows of x times P panels over the k inputs of a scale block, for the first `n_outputs` outputs. y[t] = x[t] w, or
- * y[t] += x[t] w with `accumulate`. `panel` and `scale_panel` are the distances of panels, in weights and scales. With three rows or more
+ * y[t] += x[t] w with `accumulate`. `panel_stride` and `scale_stride` are the distances of panels, in weights and scales. With three rows or more
  * the next scale block is prefetched: the hardware prefetcher stops at page boundaries. */
-#define MICRO_ARGUMENTS int k, long panel, const void *w, const float *scales, long scale_panel, const float *x, long ldx, float *y, long ldy, int n_outputs, int accumulate
+#define MICRO_ARGUMENTS int k, long panel_stride, const void *w, const float *scales, long scale_stride, const float *x, long ldx, float *y, long ldy, int n_outputs, int accumulate
 INLINE void micro(const int format, const int T, const int P, MICRO_ARGUMENTS) {
     v8 acc[6][8]; /* [T][2 P]; of constant size, so that the compiler keeps them in registers */
     for (int t = 0; t < T; t++)
         for (int j = 0; j < 2 * P; j++) acc[t][j] = splat(0);
     for (int i = 0; i < k; i++) {
         v8 ws[8];
-        if (T > 2 && i % (4 / weight_size(format)) == 0) __builtin_prefetch((const char *)w + (long)(i + SCALE_BLOCK) * PANEL * weight_size(format), 0, 2);
+        if (T > 2 && i % (4 / weight_size(format)) == 0) __builtin_prefetch((const char *)w + (long)(i + INPUT_BLOCK) * PANEL * weight_size(format), 0, 2);
         for (int j = 0; j < 2 * P; j++) {
-            ws[j] = load_weights(format, w, j / 2 * panel + i * PANEL + j % 2 * 8);
+            ws[j] = load_weights(format, w, j / 2 * panel_stride + i * PANEL + j % 2 * 8);
             if (T == 1) acc[0][j] = fma8(ws[j], splat(x[i]), acc[0][j]);
         }
         if (T == 1) continue;
@@ -90,13 +90,13 @@ INLINE void micro(const int format, const int T, const int P, MICRO_ARGUMENTS) {
     }
     for (int t = 0; t < T; t++)
         for (int j = 0; j < 2 * P; j++) {
-            v8 sum = scales ? acc[t][j] * load(scales + j / 2 * scale_panel + j % 2 * 8) : acc[t][j];
+            v8 sum = scales ? acc[t][j] * load(scales + j / 2 * scale_stride + j % 2 * 8) : acc[t][j];
             add_to_outputs(y + t * ldy + 8 * j, sum, n_outputs - 8 * j, accumulate);
         }
 }
 
 /* Quantized inputs: T rows at distances of ldq; their scales at distances of ldscale. */
-#define MICRO_W8A8_ARGUMENTS int k, long panel, const int8_t *w, const float *scales, long scale_panel, const int8_t *q, long ldq, const float *q_scales, long ldscale, float *y, long ldy, int n_outputs, int accumulate
+#define MICRO_W8A8_ARGUMENTS int k, long panel_stride, const int8_t *w, const float *scales, long scale_stride, const int8_t *q, long ldq, const float *q_scales, long ldscale, float *y, long ldy, int n_outputs, int accumulate
 
 /* sum + the products of four inputs with their weights of eight outputs (8, 4). */
 INLINE v8i dot4(v8i sum, const int8_t *w, const int8_t *q) {
@@ -122,13 +122,13 @@ INLINE void micro_w8a8(const int T, const int P, MICRO_W8A8_ARGUMENTS) {
     for (int t = 0; t < T; t++)
         for (int j = 0; j < 2 * P; j++) acc[t][j] = (v8i){0};
     for (int i = 0; i < k; i += 4) {
-        if (T > 2) __builtin_prefetch(w + (long)(i + SCALE_BLOCK) * PANEL, 0, 2);
+        if (T > 2) __builtin_prefetch(w + (long)(i + INPUT_BLOCK) * PANEL, 0, 2);
         for (int t = 0; t < T; t++)
-            for (int j = 0; j < 2 * P; j++) acc[t][j] = dot4(acc[t][j], w + j / 2 * panel + i * PANEL + j % 2 * 32, q + t * ldq + i);
+            for (int j = 0; j < 2 * P; j++) acc[t][j] = dot4(acc[t][j], w + j / 2 * panel_stride + i * PANEL + j % 2 * 32, q + t * ldq + i);
     }
     for (int t = 0; t < T; t++)
         for (int j = 0; j < 2 * P; j++) {
-            v8 scale = load(scales + j / 2 * scale_panel + j % 2 * 8) * splat(q_scales[t * ldscale]);
+            v8 scale = load(scales + j / 2 * scale_stride + j % 2 * 8) * splat(q_scales[t * ldscale]);
             add_to_outputs(y + t * ldy + 8 * j, __builtin_convertvector(acc[t][j], v8) * scale, n_outputs - 8 * j, accumulate);
         }
 }
@@ -137,10 +137,10 @@ typedef void (*Micro)(MICRO_ARGUMENTS);
 typedef void (*MicroW8A8)(MICRO_W8A8_ARGUMENTS);
 
 #define DEFINE_MICRO(T, P)                                                                                                                                                          \
-    static void micro_fp32_##T##_##P(MICRO_ARGUMENTS) { micro(FP32, T, P, k, panel, w, scales, scale_panel, x, ldx, y, ldy, n_outputs, accumulate); }                                \
-    static void micro_bf16_##T##_##P(MICRO_ARGUMENTS) { micro(BF16, T, P, k, panel, w, scales, scale_panel, x, ldx, y, ldy, n_outputs, accumulate); }                                \
-    static void micro_int8_##T##_##P(MICRO_ARGUMENTS) { micro(INT8, T, P, k, panel, w, scales, scale_panel, x, ldx, y, ldy, n_outputs, accumulate); }                                \
-    static void micro_w8a8_##T##_##P(MICRO_W8A8_ARGUMENTS) { micro_w8a8(T, P, k, panel, w, scales, scale_panel, q, ldq, q_scales, ldscale, y, ldy, n_outputs, accumulate); }
+    static void micro_fp32_##T##_##P(MICRO_ARGUMENTS) { micro(FP32, T, P, k, panel_stride, w, scales, scale_stride, x, ldx, y, ldy, n_outputs, accumulate); }                                \
+    static void micro_bf16_##T##_##P(MICRO_ARGUMENTS) { micro(BF16, T, P, k, panel_stride, w, scales, scale_stride, x, ldx, y, ldy, n_outputs, accumulate); }                                \
+    static void micro_int8_##T##_##P(MICRO_ARGUMENTS) { micro(INT8, T, P, k, panel_stride, w, scales, scale_stride, x, ldx, y, ldy, n_outputs, accumulate); }                                \
+    static void micro_w8a8_##T##_##P(MICRO_W8A8_ARGUMENTS) { micro_w8a8(T, P, k, panel_stride, w, scales, scale_stride, q, ldq, q_scales, ldscale, y, ldy, n_outputs, accumulate); }
 DEFINE_MICRO(1, 1) DEFINE_MICRO(1, 4) DEFINE_MICRO(2, 1) DEFINE_MICRO(2, 2) DEFINE_MICRO(3, 1) DEFINE_MICRO(4, 1) DEFINE_MICRO(5, 1) DEFINE_MICRO(6, 1)
 
 /* By the number of rows: [0] is one row and four panels, [1] two rows and two panels, [1 + n] n rows and one panel. */
@@ -181,40 +181,40 @@ static float quantize_block(int n, const float *x, int8_t *q) {
 #define MAX_ROWS 510 /* rows at a time, so that they stay in the cache: whole tiles of 6 */
 static __thread struct {
     int8_t q[MAX_QUANTIZED];
-    float scales[MAX_QUANTIZED / SCALE_BLOCK + MAX_ROWS];
+    float scales[MAX_QUANTIZED / INPUT_BLOCK + MAX_ROWS];
 } quantized;
 
-static inline int scale_blocks_of(const Matrix *w) { return (w->I + SCALE_BLOCK - 1) / SCALE_BLOCK; }
+static inline int input_blocks_of(const Matrix *w) { return (w->I + INPUT_BLOCK - 1) / INPUT_BLOCK; }
 static inline long padded_inputs(const Matrix *w) { return w->format == W8A8 ? (w->I + 3L) & ~3L : w->I; }
 
 static void quantize_rows(int n, const Matrix *w, const float *x, long ldx) {
     for (int t = 0; t < n; t++)
-        for (int c = 0; c < scale_blocks_of(w); c++) {
-            int first = c * SCALE_BLOCK, k = w->I - first < SCALE_BLOCK ? w->I - first : SCALE_BLOCK;
-            quantized.scales[t * scale_blocks_of(w) + c] = quantize_block(k, x + t * ldx + first, quantized.q + t * padded_inputs(w) + first);
+        for (int c = 0; c < input_blocks_of(w); c++) {
+            int first = c * INPUT_BLOCK, k = w->I - first < INPUT_BLOCK ? w->I - first : INPUT_BLOCK;
+            quantized.scales[t * input_blocks_of(w) + c] = quantize_block(k, x + t * ldx + first, quantized.q + t * padded_inputs(w) + first);
         }
 }
 
 /* Panels first .. last - 1 of a matrix for all n rows. For W8A8 the rows are in `quantized`. */
 static void matmul_panels(int n, const Matrix *m, int first, int last, const float *x, long ldx, float *y, long ldy) {
-    int tiles = (n + 5) / 6, p = first, format = m->format, n_blocks = scale_blocks_of(m);
-    long inputs = padded_inputs(m), panel = inputs * PANEL;
+    int tiles = (n + 5) / 6, p = first, format = m->format, n_blocks = input_blocks_of(m);
+    long inputs = padded_inputs(m), panel_stride = inputs * PANEL;
     while (p < last) {
         int n_panels = n == 1 ? 4 : n == 2 ? 2 : 1; /* with few rows several panels at a time: enough independent sums to hide the latency of an FMA */
         if (p + n_panels > last || (p + n_panels) * PANEL > m->O) n_panels = 1;
         int n_outputs = m->O - p * PANEL < n_panels * PANEL ? m->O - p * PANEL : n_panels * PANEL;
         for (int c = 0; c < n_blocks; c++) {
-            long i = (long)c * SCALE_BLOCK;
-            int k = inputs - i < SCALE_BLOCK ? inputs - i : SCALE_BLOCK;
-            const void *w = (const char *)m->panels + (p * panel + i * PANEL) * weight_size(format);
+            long i = (long)c * INPUT_BLOCK;
+            int k = inputs - i < INPUT_BLOCK ? inputs - i : INPUT_BLOCK;
+            const void *w = (const char *)m->panels + (p * panel_stride + i * PANEL) * weight_size(format);
             const float *scales = m->scales ? m->scales + ((long)p * n_blocks + c) * PANEL : 0;
             for (int j = 0, t = 0; j < tiles; j++) {
                 int rows = (n - t) / (tiles - j), kernel = n_panels == 4 ? 0 : n_panels == 2 ? 1 : 1 + rows;
                 float *out = y + t * ldy + p * PANEL;
                 if (format == W8A8)
-                    micros_w8a8[kernel](k, panel, w, scales, (long)n_blocks * PANEL, quantized.q + t * inputs + i, inputs, quantized.scales + t * n_blocks + c, n_blocks, out, ldy, n_outputs, c > 0);
+                    micros_w8a8[kernel](k, panel_stride, w, scales, (long)n_blocks * PANEL, quantized.q + t * inputs + i, inputs, quantized.scales + t * n_blocks + c, n_blocks, out, ldy, n_outputs, c > 0);
                 else
-                    micros[format][kernel](k, panel, w, scales, (long)n_blocks * PANEL, x + t * ldx + i, ldx, out, ldy, n_outputs, c > 0);
+                    micros[format][kernel](k, panel_stride, w, scales, (long)n_blocks * PANEL, x + t * ldx + i, ldx, out, ldy, n_outputs, c > 0);
                 t += rows;
             }
         }
@@ -257,7 +257,7 @@ static void matrix_row(const Matrix *m, long o, float *out) {
         uint32_t bits = m->format == BF16 ? (uint32_t)((const uint16_t *)m->panels)[at] << 16 : 0;
         if (m->format == FP32) out[i] = ((const float *)m->panels)[at];
         else if (m->format == BF16) memcpy(out + i, &bits, sizeof bits);
-        else out[i] = ((const int8_t *)m->panels)[at] * m->scales[(panel * scale_blocks_of(m) + i / SCALE_BLOCK) * PANEL + in_panel];
+        else out[i] = ((const int8_t *)m->panels)[at] * m->scales[(panel * input_blocks_of(m) + i / INPUT_BLOCK) * PANEL + in_panel];
     }
 }
 

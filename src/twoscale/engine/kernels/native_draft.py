@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from twoscale.engine.kernels.base import Interrupt
-from twoscale.engine.kernels.library import Drafter, DraftStage, Lens, empty_floats, pointer, score_floats, threads_to_use
+from twoscale.engine.kernels.library import Drafter, DraftStage, OutputHead, empty_floats, pointer, score_floats, threads_to_use
 from twoscale.engine.kernels.native_rows import EmbedRows, NativeStageKernels
 from twoscale.model import LoopGroup
 
@@ -40,14 +40,14 @@ class NativeDrafts:
         norm = cast("NativeNorm | None", model.ln_f) if config.final_norm else None
         self.head = cast("NativeLinear", model.lm_head)
         gain, eps = (None, 0.0) if norm is None else (norm.gain_address, norm.eps)
-        self.lens = Lens(config.vocab_size, gain, self.head.address, eps)
+        self.output_head = OutputHead(config.vocab_size, gain, self.head.address, eps)
         self.scratch_per_row = max(stage.scratch_per_row for stage in self.stages)
 
     @staticmethod
     def of(engine: "Engine") -> "NativeDrafts | None":
         """None if drafts of this engine cannot be made in C: then they are passes like others."""
         config, embed = engine.config, engine.embedding
-        if not isinstance(embed, EmbedRows) or config.noise != "start" or not engine.has_tables:
+        if not isinstance(embed, EmbedRows) or config.noise_in_steps or not engine.has_tables:
             return None
         return NativeDrafts(engine, embed)
 
@@ -70,8 +70,9 @@ class NativeDrafts:
         cos, sin = (None, None) if self.rope is None else (pointer(table, table.numel()) for table in self.rope)
         drafter = Drafter(
             rope_size=config.head_dim, n_stages=len(stages), n_stops=len(stops), embedding=self.embed.address, cos=cos, sin=sin,
-            stages=ctypes.addressof(stages), lens=ctypes.addressof(self.lens), stops=ctypes.addressof(stops), capacity=cache.capacity,
-            scratch=pointer(scratch, size), temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+            stages=ctypes.addressof(stages), output_head=ctypes.addressof(self.output_head), stops=ctypes.addressof(stops),
+            capacity=cache.capacity, scratch=pointer(scratch, size), temperature=sampling.temperature, top_k=sampling.top_k,
+            top_p=sampling.top_p,
         )  # fmt: skip
         uniform, tokens = (ctypes.c_double * m)(*sampling.uniform), (ctypes.c_int64 * m)()
         n = self.embed.library.draft(threads, ctypes.addressof(drafter), m, token, cache.length, uniform, tokens, interrupt.address)
@@ -90,7 +91,7 @@ class NativeDrafts:
             if config.start == "noise":
                 states = self.engine.start_table(group.index, cache.loop_params.seed)
                 stage.start_states = pointer(states, states.numel())  # the engine keeps it
-            if config.group_norm == "leave" and group.norm is not None:
+            if config.norm_at_exit and group.norm is not None:
                 norm = cast("NativeNorm", group.norm)
                 stage.norm_gain, stage.norm_eps = norm.gain_address, norm.eps
         return stage

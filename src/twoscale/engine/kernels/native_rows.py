@@ -22,9 +22,9 @@ from twoscale.engine.kernels.library import (
     ConditionStruct,
     Embedding,
     KVView,
-    Lens,
     Library,
     LoopRowsStruct,
+    OutputHead,
     RowSet,
     StageWeights,
     empty_floats,
@@ -260,7 +260,7 @@ class FusedLoop:
             norm = cast("NativeNorm | None", model.ln_f) if model.config.final_norm else None
             head = cast("NativeLinear", model.lm_head)
             gain, eps = (None, 0.0) if norm is None else (norm.gain_address, norm.eps)
-            lens = Lens(model.config.vocab_size, gain, head.address, eps)
+            lens = OutputHead(model.config.vocab_size, gain, head.address, eps)
             size = min(self.n, LENS_ROWS) * (self.stage.width + head.out_features)
             logits = empty_floats(size)
             struct.lens, struct.lens_scratch = ctypes.addressof(lens), pointer(logits, size)
@@ -276,7 +276,7 @@ class FusedLoop:
     @staticmethod
     def applies(loop: "LoopRows") -> bool:
         """Whether the steps of these rows can be taken in C."""
-        return len(loop) <= MAX_FUSED_ROWS and loop.engine.config.noise == "start" and loop.rules.conditions() is not None
+        return len(loop) <= MAX_FUSED_ROWS and not loop.engine.config.noise_in_steps and loop.rules.conditions() is not None
 
     def _output_and_compaction_memory(self) -> Tensor:
         """A new output (N, C) for rows that exit one after the other in one call, and the memory by which C removes them.

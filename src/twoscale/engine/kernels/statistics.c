@@ -3,7 +3,7 @@
 
 enum {
     /* X_OVER_Y is the ratio X / Y; NEGATED_STEP is minus the loop step, so that "k steps are taken" is "statistic below tau" too */
-    STEP_NORM, STEP_NORM_OVER_STATE, ACCELERATION, ACCELERATION_OVER_STEPS, ACCELERATION_OVER_STATE, COSINE_DISTANCE, NEGATED_STEP,
+    STEP_NORM, STEP_NORM_OVER_STATE, ACCELERATION, ACCELERATION_OVER_STEP_NORMS, ACCELERATION_OVER_STATE, COSINE_DISTANCE, NEGATED_STEP,
     LEARNED_FROM_NORMS, LEARNED_FROM_STATE, KL_FORWARD, KL_REVERSE, KL_MIN_P, ENTROPY_CHANGE, ARGMAX_CHANGE, CONFIDENCE
 };
 
@@ -38,7 +38,7 @@ static double norm_statistic(int statistic, const float *norms) {
     case STEP_NORM: return update;
     case STEP_NORM_OVER_STATE: return ratio(update, before);
     case ACCELERATION: return acceleration;
-    case ACCELERATION_OVER_STEPS: return ratio(acceleration, update + previous);
+    case ACCELERATION_OVER_STEP_NORMS: return ratio(acceleration, update + previous);
     case ACCELERATION_OVER_STATE: return ratio(acceleration, before);
     case COSINE_DISTANCE: return (update * update - (before - after) * (before - after) + EPS) / (2 * before * after + EPS);
     }
