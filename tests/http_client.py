@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed (the extra twosc
 
 
 @contextlib.contextmanager
-def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated=None, **limits: object) -> Iterator[tuple[str, object]]:  # type: ignore[no-untyped-def]
+def serving(loaded, key: str | None = None, policy: str = "lockstep", calibration=None, **limits: object) -> Iterator[tuple[str, object]]:  # type: ignore[no-untyped-def]
     """A server in a thread: its address and itself."""
     from twoscale.serve.app import create_app
     from twoscale.serve.limits import Limits
@@ -31,7 +31,7 @@ def serving(loaded, key: str | None = None, policy: str = "lockstep", calibrated
         Scheduler(model, policy, max_num_seqs=max_num_seqs),
         key=key,
         limits=Limits(**limits),
-        calibrated=calibrated,  # type: ignore[arg-type]
+        calibration=calibration,  # type: ignore[arg-type]
     )
     with run_in_thread(create_app(server)) as address:
         yield address, server

@@ -20,7 +20,7 @@ from twoscale.engine.policy import choose_policy, interpolate_cost
 
 @pytest.fixture(scope="module")
 def api(loaded):  # type: ignore[no-untyped-def]
-    with serving(loaded, max_body=20_000, calibrated=({0: exits.Fixed(2)}, 5)) as (address, server):
+    with serving(loaded, max_body=20_000, calibration=({0: exits.Fixed(2)}, 5)) as (address, server):
         yield address, server
 
 
@@ -373,7 +373,7 @@ def test_model_without_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with_tokenizer(folder)
     server, _ = build_server(Settings(str(folder)))
     model, tokenizer = server.model, server.tokenizer
-    assert server.name == "plain" and server.calibrated is None and not model.config.n_groups
+    assert server.name == "plain" and server.calibration is None and not model.config.n_groups
     assert choose_policy(model, 4)[0] == "lockstep"
     want = twoscale.generate(model, [tokenizer.encode("the loop")], 6, stop=(tokenizer.eot,)).tokens[0]
     for policy in ("lockstep", "depth"):

@@ -75,7 +75,7 @@ def bench_attack(
 
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
     scheduler = Scheduler(model, "lockstep", max_num_seqs=max(2, 2 * load.clients))
-    server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=SECONDS))
+    server = Server(model, tokenizer, "bench", scheduler, calibration=(rules, MAX_STEPS), limits=Limits(timeout=SECONDS))
     requests = itertools.islice(load.requests(model, None), EACH * load.clients)
     asks = [{"prompt": r.prompt, "max_tokens": r.sampling.max_new_tokens, "temperature": 0} for r in requests]
     quiet: list[list[float]] = []

@@ -91,7 +91,7 @@ def served(model: LoopedGPT, tokenizer: Any, prompt: list[int], new: int) -> Ite
     from twoscale.serve.server import Server
 
     rules = dict.fromkeys(range(model.config.n_groups), README_RULE)
-    server = Server(model, tokenizer, "bench", Scheduler(model), calibrated=(rules, README_LOOPS))
+    server = Server(model, tokenizer, "bench", Scheduler(model), calibration=(rules, README_LOOPS))
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0.8, "seed": 1}
     with run_in_thread(create_app(server)) as address, httpx.Client(timeout=600.0, trust_env=False) as client:
         yield lambda: client.post(f"{address}/v1/completions", json=body).raise_for_status()

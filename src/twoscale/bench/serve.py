@@ -190,7 +190,7 @@ def over_http(model: LoopedGPT, load: Load, policy: str, tokenizer: Any) -> Resu
     scheduler = Scheduler(model, policy, max_num_seqs=load.clients)
     rules = {g: Drawn(1e-9) for g in range(model.config.n_groups)}
     server = Server(
-        model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=600.0), kv_dtype=load.kv_dtype
+        model, tokenizer, "bench", scheduler, calibration=(rules, MAX_STEPS), limits=Limits(timeout=600.0), kv_dtype=load.kv_dtype
     )
     requests = itertools.islice(load.requests(model, None), 2000)
     asks = [{"body": {"prompt": r.prompt, "max_tokens": r.sampling.max_new_tokens, "temperature": 0}, "how": "stream"} for r in requests]

@@ -34,7 +34,7 @@ def soak(model: LoopedGPT, load: Load, tokenizer: Any, seconds: float, say: Call
     asks, half, clean = _asks(model, load, tokenizer), max(1, load.clients // 2), True
     for policy in POLICIES:
         scheduler = Scheduler(model, policy, max_num_seqs=half)
-        server = Server(model, tokenizer, "bench", scheduler, calibrated=(rules, MAX_STEPS), limits=Limits(timeout=600.0, max_queue=half))
+        server = Server(model, tokenizer, "bench", scheduler, calibration=(rules, MAX_STEPS), limits=Limits(timeout=600.0, max_queue=half))
         say(f"{policy}, {seconds / 2:.0f} s")
         with sampling(seconds / 600) as samples:
             found = ask_from_outside(server, 2 * load.clients, seconds / 2, asks, lambda: None, drain=300.0)

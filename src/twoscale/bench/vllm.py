@@ -94,7 +94,7 @@ def our_server(model: LoopedGPT, tokenizer: Tokenizer, clients: int, rules: list
     """Our server in a thread of this process; yields its address. exit=auto stands for the rules."""
     calibrated = {g: exits.parse(rule) for g, rule in enumerate(rules)}, MAX_STEPS
     scheduler = Scheduler(model, "lockstep", max_num_seqs=clients)
-    server = Server(model, tokenizer, "bench", scheduler, calibrated=calibrated, limits=Limits(timeout=600.0))
+    server = Server(model, tokenizer, "bench", scheduler, calibration=calibrated, limits=Limits(timeout=600.0))
     with run_in_thread(create_app(server)) as address:
         yield address
 

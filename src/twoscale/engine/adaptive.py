@@ -36,7 +36,7 @@ class Estimates:
 
     def __init__(self) -> None:
         self.baseline_seconds: float | None = None
-        """Seconds of a pass of one row at full depth, as in decoding without guesses."""
+        """Seconds of a pass of one row with all its loop steps, as in decoding without guesses."""
         self.slope = PRIOR_SLOPE
         """c(W) = 1 + slope (W - 1), relative to the baseline."""
         self.draft_cost: dict[int, float] = {}
@@ -143,5 +143,5 @@ class Chooser:
 
 
 def guess_kind(method: Speculation) -> str:
-    """The name under which acceptances of a method are counted: drafts at the same depth, or lookups."""
+    """The name under which acceptances of a method are counted: drafts with the same number of loop steps, or lookups."""
     return f"draft at {method.steps}" if isinstance(method, Draft) else "lookup"

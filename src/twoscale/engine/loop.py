@@ -85,8 +85,8 @@ class LoopRows:
         self._attention_of_layer: AttentionOfLayer | None = None
         self.step_limits = [part.cache.loop_params.loops[self.group.index] for part in rows.parts]
         """For each part its request's maximum number of loop steps (`loops`): its rows exit there at the latest."""
-        self.allocated_steps = [self._allocated(part) for part in rows.parts]
-        """For each part the loop step up to which the levels of its cache are allocated."""
+        self.filled_steps = [self._filled(part) for part in rows.parts]
+        """For each part the loop step up to which the levels of its cache are filled."""
 
     def _clear(self) -> None:
         self.rows, self.rules = None, self._new_rules()
@@ -115,7 +115,7 @@ class LoopRows:
         rows = self.rows
         assert rows is not None
         self.steps_taken = self.steps_since_exit = 0
-        if self.needs_levels() and not self._allocate_levels(rows):
+        if self.needs_levels() and not self._fill_levels(rows):
             return None
         limit = min(max_steps, max(self.step_limits))
         before = sum(part.loop_step * part.count for part in rows.parts)
@@ -154,27 +154,28 @@ class LoopRows:
     def needs_levels(self) -> bool:
         """Whether a cache has no level for the next step yet."""
         assert self.rows is not None
-        return any(part.loop_step >= k for part, k in zip(self.rows.parts, self.allocated_steps, strict=True))
+        return any(part.loop_step >= k for part, k in zip(self.rows.parts, self.filled_steps, strict=True))
 
-    def _allocated(self, part: Part) -> int:
-        """The loop step up to which the levels of a part's cache are allocated."""
+    def _filled(self, part: Part) -> int:
+        """The loop step up to which the levels of a part's cache are filled."""
         layer = part.cache.layers[self.layers.start]
         return sys.maxsize if layer.n_levels == layer.max_levels else layer.n_levels
 
-    def _allocate_levels(self, rows: Rows) -> bool:
-        """Allocate the levels of the next step. Parts whose cache cannot grow become failures; False if there are any.
+    def _fill_levels(self, rows: Rows) -> bool:
+        """Fill the levels of the next step: tokens before have there what they had at their last step. Parts whose cache cannot grow
+        become failures; False if there are any.
 
         Done before the step, so that a failure belongs to one request and nothing has been computed for the others yet.
         """
-        for part, allocated in zip(rows.parts, self.allocated_steps, strict=True):
-            if part.loop_step < allocated:
+        for part, filled in zip(rows.parts, self.filled_steps, strict=True):
+            if part.loop_step < filled:
                 continue
             try:
                 for layer in self.layers:
                     part.cache.layers[layer].ensure_level(part.loop_step + 1, part.cache.length)
             except Exception as error:
                 self.failures.append(([part], error))
-        self.allocated_steps = [self._allocated(part) for part in rows.parts]
+        self.filled_steps = [self._filled(part) for part in rows.parts]
         return not self.failures
 
     def _exit_all(self, rows: Rows, states: Tensor, filled: bool) -> ExitedRows:

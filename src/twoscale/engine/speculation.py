@@ -4,7 +4,7 @@
     parse_speculation("lookup:3")     # Lookup(3)
 
     off          one token after the other
-    draft:m      m tokens are guessed at a small depth, then verified in one pass at full depth
+    draft:m      m tokens are guessed with few loop steps, then verified in one pass with the request's own loops and rules
     lookup:n     where the last n tokens have occurred before, the tokens that followed them there are the guess
     wavefront    one loop group: the next position enters the loop on a guess while those before it are still inside
     auto         draft, lookup or off, chosen for every cycle from measured acceptance and costs; never wavefront
@@ -61,7 +61,7 @@ class Auto(Speculation):
 
 @dataclass(frozen=True)
 class Draft(Speculation):
-    """`tokens` guesses at a small depth, then one pass at full depth over all of them."""
+    """`tokens` guesses by passes with few loop steps, then one pass with the request's own loops and rules over all of them."""
 
     tokens: int
     steps: int = DRAFT_STEPS
@@ -153,7 +153,8 @@ class SpeculationStats:
     """Counts of guesses, for one request or several (they can be added)."""
 
     drafted: int = 0
-    """Guesses submitted for verification: they entered the network at full depth. Some are dropped before their verification ends."""
+    """Guesses submitted for verification: they entered a pass with the request's own loops and rules. Some are dropped before their
+    verification ends."""
     accepted: int = 0
     """Guesses that were right: what decoding without guesses would have drawn."""
     rewound: int = 0

@@ -1,8 +1,8 @@
 """The speculation of a request while it decodes: draft and verify, prompt lookup, and the start of a wavefront.
 
-A cycle: the guesses are made (`Draft`: one pass at a small depth for each, in the request's own cache; `Lookup`: for free), then one pass
-at full depth over the newest token and all guesses. It gives the true token after each of them. The longest right prefix stays, and the
-cache is rewound to it.
+A cycle: the guesses are made (`Draft`: one pass with few loop steps for each, in the request's own cache; `Lookup`: for free), then one
+pass with the request's own loops and rules over the newest token and all guesses. It gives the true token after each of them. The longest
+right prefix stays, and the cache is rewound to it.
 
     cache, tokens = speculator.next_pass(alone)  # a draft, or the verification
     speculator.add_draft(token, steps)           # the token that was sampled from a draft pass
@@ -57,7 +57,8 @@ class Speculator:
         self.wave: Wave | None = None
         self._deepest = [0] * config.n_groups
         """For each group, the most loop steps of a token whose keys and values are kept."""
-        self._n_counted = 0
+        self._n_in_deepest = 0
+        """Tokens of the request whose loop steps are in `_deepest` already."""
         self._plain_stages = sum(group is None for _, group in config.stages)
 
     @property
@@ -187,9 +188,9 @@ class Speculator:
     def _rewind(self) -> None:
         request = self.request
         assert request.cache is not None
-        for steps in (*request.prompt_steps, *request.steps[1:])[self._n_counted : request.n_computed]:
+        for steps in (*request.prompt_steps, *request.steps[1:])[self._n_in_deepest : request.n_computed]:
             self._deepest = [max(a, b) for a, b in zip(self._deepest, steps, strict=True)]
-        self._n_counted = request.n_computed
+        self._n_in_deepest = request.n_computed
         request.cache.rewind(request.n_computed, self._deepest)
         self.guesses, self._drafts_left, self._draft_cache = [], None, None
 

@@ -109,17 +109,17 @@ def engine_requests(
     prompts: list[list[int]],
     model: LoopedGPT,
     eot: int,
-    calibrated: tuple[Any, int] | None,
+    calibration: tuple[Any, int] | None,
     max_loops: int,
     speculate: Speculation = OFF,
     kv_dtype: KVDtype = "auto",
 ) -> list[Request]:
-    """The requests to the engine, n for each prompt. `calibrated` are the model's calibrated rules and loops, `speculate` the default."""
+    """The requests to the engine, n for each prompt. `calibration` has the model's calibrated rules and loops, `speculate` the default."""
     if body.best_of is not None and body.best_of > body.n_per_prompt:
         raise InvalidRequest("best_of is not supported", "best_of")
     if len(prompts) * body.n_per_prompt > MAX_SEQUENCES:
         raise InvalidRequest(f"at most {MAX_SEQUENCES} completions (prompts times n) in a request", "n")
-    params = replace(parse_loop_params(body, model, calibrated, max_loops), kv_dtype=kv_dtype)
+    params = replace(parse_loop_params(body, model, calibration, max_loops), kv_dtype=kv_dtype)
     try:
         speculate = check_speculation(speculate if body.speculate is None else body.speculate, model.config, params)
     except UserError as error:
@@ -153,14 +153,14 @@ def engine_requests(
     return requests
 
 
-def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibrated: tuple[Any, int] | None, max_loops: int) -> LoopParams:
+def parse_loop_params(body: CompletionRequest, model: LoopedGPT, calibration: tuple[Any, int] | None, max_loops: int) -> LoopParams:
     """The loop parameters of a request: exit rules, loops and kv."""
     rule: Any = body.exit
     loops: Any = body.loops
     if not model.config.n_groups and (loops is not None or body.tau is not None or rule not in (None, "none")):
         raise InvalidRequest("this model has no loops: leave out exit, tau and loops", "loops" if loops is not None else "exit")
-    if rule in (None, "auto") and calibrated is not None and body.tau is None:
-        rule, loops = calibrated[0], loops or calibrated[1]
+    if rule in (None, "auto") and calibration is not None and body.tau is None:
+        rule, loops = calibration[0], loops or calibration[1]
     elif rule == "auto":
         raise InvalidRequest(f"this model was not calibrated with weights in {model.weight_dtype}: name a rule", "exit")
     elif rule in (None, "none"):

@@ -211,7 +211,7 @@ async def _events(server: Server, body: CompletionRequest, choices: list[Choice]
     try:
         async for i, text, first in server.stream_choices(choices):
             c = choices[i]
-            if text or c.finish_reason is not None or len(c.offsets) > first:
+            if text or c.finish_reason is not None or c.n_tokens > first:
                 yield event({**shared, "choices": [server.choice_json(i, c, text, first)]})
                 started = True
         if body.stream_options is not None and body.stream_options.include_usage:

@@ -44,15 +44,15 @@ def build_server(settings: Settings) -> tuple[Server, str]:
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json: put the model's own beside its weights")
     try:
-        calibrated = calibration_for(folder, model.weight_dtype) if model.config.n_groups else None
+        calibration = calibration_for(folder, model.weight_dtype) if model.config.n_groups else None
         uncalibrated = ""
     except UserError as error:
-        calibrated, uncalibrated = None, f"; no exit=auto: {error}" if RunFolder.of(folder).calibration.exists() else ""
+        calibration, uncalibrated = None, f"; no exit=auto: {error}" if RunFolder.of(folder).calibration.exists() else ""
     policy, why = choose_policy(model, settings.max_num_seqs) if settings.policy == "auto" else (settings.policy, settings.policy)
     scheduler = Scheduler(model, policy, max_num_seqs=settings.max_num_seqs, cache_bytes=settings.cache_mb << 20)
     name = name_of(settings.model, folder)
     server = Server(
-        model, tokenizer, name, scheduler, calibrated=calibrated, limits=settings.limits, key=settings.key, speculate=settings.speculate,
+        model, tokenizer, name, scheduler, calibration=calibration, limits=settings.limits, key=settings.key, speculate=settings.speculate,
         kv_dtype=settings.kv_dtype,
     )  # fmt: skip
     return server, why + uncalibrated

@@ -36,7 +36,13 @@ class Choice:
 
     @property
     def offsets(self) -> list[int]:
+        """Where in the text each token begins."""
         return self.text_stream.offsets
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the answer, without those after a stop string."""
+        return len(self.text_stream.offsets)
 
     def add_tokens(self, first: int, last: int, done: bool) -> str:
         """Add tokens first .. last - 1 of the request; returns the new text."""
@@ -54,7 +60,7 @@ class Choice:
     def time_out(self) -> str:
         """End it with the tokens generated so far; returns the rest of its text."""
         before, self.timed_out = len(self.text), True
-        self.add_tokens(len(self.offsets), len(self.request.tokens), False)
+        self.add_tokens(self.n_tokens, len(self.request.tokens), False)
         self.text_stream.finish()
         self.finish_reason = self.finish_reason or "length"
         return self.text[before:]
@@ -62,7 +68,7 @@ class Choice:
     @property
     def steps(self) -> list[tuple[int, ...]]:
         """Loop steps of its tokens; tokens after a stop string are left out."""
-        return self.request.steps[: len(self.offsets)]
+        return self.request.steps[: self.n_tokens]
 
 
 class Server:
@@ -75,17 +81,18 @@ class Server:
         name: str,
         scheduler: Scheduler,
         *,
-        calibrated: tuple[Any, int] | None = None,
+        calibration: tuple[Any, int] | None = None,
         limits: Limits | None = None,
         key: str | None = None,
         speculate: Speculation = OFF,
         kv_dtype: KVDtype = "auto",
     ) -> None:
-        """`speculate` is for requests that do not choose themselves; `kv_dtype` is the dtype of keys and values of all requests."""
+        """`calibration`: the calibrated rules of the groups and their loops, for `exit=auto`. `speculate`: the default of requests.
+        `kv_dtype`: the dtype of keys and values of all requests."""
         self.speculate, self.kv_dtype = speculate, kv_dtype
         self.model, self.tokenizer, self.name, self.key = model, tokenizer, name, key
-        self.calibrated, self.limits = calibrated, limits or Limits()
-        default_loops = max((*model.config.loops_for(None), calibrated[1] if calibrated else 0), default=0)
+        self.calibration, self.limits = calibration, limits or Limits()
+        default_loops = max((*model.config.loops_for(None), calibration[1] if calibration else 0), default=0)
         self.max_loops = max(self.limits.max_loops, default_loops)
         self.max_prompt_chars = model.config.block_size * max(1, int(tokenizer.byte_lengths().max()))
         """Prompts of more characters cannot fit the context, and are refused without tokenizing them: a character has at least one byte."""
@@ -118,7 +125,7 @@ class Server:
         if body.model not in ("", self.name):
             raise InvalidRequest(f"there is no model {body.model!r} here, only {self.name!r}", "model", 404)
         requests = engine_requests(
-            body, self.prompts(body), self.model, self.tokenizer.eot, self.calibrated, self.max_loops, self.speculate, self.kv_dtype
+            body, self.prompts(body), self.model, self.tokenizer.eot, self.calibration, self.max_loops, self.speculate, self.kv_dtype
         )
         if len(requests) > self.limits.max_queue:
             raise InvalidRequest(f"at most {self.limits.max_queue} completions fit the queue of this server", "n")
@@ -137,18 +144,18 @@ class Server:
                 if choice.finish_reason is None:
                     yield i, choice.add_tokens(update.first, update.last, update.done), update.first
         except TimeoutError:
-            if not any(choice.offsets for choice in choices):
+            if not any(choice.n_tokens for choice in choices):
                 raise
             for i, choice in enumerate(choices):
                 if choice.finish_reason is None:
-                    first = len(choice.offsets)
+                    first = choice.n_tokens
                     yield i, choice.time_out(), first
 
     # -- responses -----------------------------------------------------------------------------------------------
 
     def choice_json(self, i: int, choice: Choice, text: str, first: int = 0) -> dict[str, Any]:
         """A choice of the response, with the tokens from `first` on."""
-        request, last = choice.request, len(choice.offsets)
+        request, last = choice.request, choice.n_tokens
         logprobs = None
         if request.sampling.logprobs is not None:
             likely = request.logprobs[first:last]
@@ -174,7 +181,7 @@ class Server:
     def usage(self, choices: list[Choice], n: int) -> dict[str, Any]:
         """OpenAI's token counts; its fields for predictions count the guesses of speculation. A prompt with n completions counts once."""
         n_prompt = sum(len(c.request.prompt) for c in choices[::n])
-        n_completion = sum(len(c.offsets) for c in choices)
+        n_completion = sum(c.n_tokens for c in choices)
         stats = sum((c.request.speculation_stats for c in choices), NO_SPECULATION_STATS)
         return {
             "prompt_tokens": n_prompt,

@@ -9,7 +9,7 @@ INLINE float kv_at(int format, const void *kv, long i) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
-INLINE const void *kv_from(int format, const void *kv, long i) { return (const char *)kv + i * weight_size(format); }
+INLINE const void *kv_from(int format, const void *kv, long i) { return (const char *)kv + i * format_bytes(format); }
 
 /* Store n numbers from index i on; BF16 is rounded to the nearest number, ties to even, as in torch. */
 static void store_kv(int format, void *kv, long i, const float *x, int n) {
@@ -38,7 +38,7 @@ INLINE void dots(int format, int n, int D, const float *query, const void *keys,
     float sums[4];
     for (int i = 0; i + 8 <= D; i += 8) {
         v8 q = load(query + i);
-        for (int k = 0; k < n; k++) acc[k] = fma8(q, load_weights(format, keys, k * D + i), acc[k]);
+        for (int k = 0; k < n; k++) acc[k] = fma8(q, load_as_fp32(format, keys, k * D + i), acc[k]);
     }
     horizontal_sums(acc, scale, sums);
     for (int k = 0; k < n; k++) score[k] = D % 8 ? sums[k] + scale * dot_tail(format, D, query, keys, k * D) : sums[k];
@@ -83,7 +83,7 @@ INLINE void weighted_sum(int format, int D, int end, const float *score, const v
         for (int j = 0; j < 8; j++) acc[j] = splat(0);
         for (p = 0; p < end; p++) {
             v8 weight = splat(score[p]);
-            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load_weights(format, values, (long)p * D + i + 8 * j), acc[j]);
+            for (int j = 0; j < 8; j++) acc[j] = fma8(weight, load_as_fp32(format, values, (long)p * D + i + 8 * j), acc[j]);
         }
         for (int j = 0; j < 8; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
@@ -91,7 +91,7 @@ INLINE void weighted_sum(int format, int D, int end, const float *score, const v
         v8 acc[4];
         for (int j = 0; j < 4; j++) acc[j] = splat(0);
         for (p = 0; p < end; p++)
-            for (int j = 0; j < 4; j++) acc[j] = fma8(splat(score[p]), load_weights(format, values, (long)p * D + i + 8 * j), acc[j]);
+            for (int j = 0; j < 4; j++) acc[j] = fma8(splat(score[p]), load_as_fp32(format, values, (long)p * D + i + 8 * j), acc[j]);
         for (int j = 0; j < 4; j++) store(y + i + 8 * j, acc[j] * splat(normalizer));
     }
     weighted_tail(format, D, i, end, score, values, normalizer, y);
@@ -110,7 +110,7 @@ INLINE void transpose_keys(int format, int n, int D, const void *keys, v8 *t) {
 #ifdef __AVX__
     for (; i + 8 <= D; i += 8) {
         __m256 r[8], s[8];
-        for (int k = 0; k < 8; k++) r[k] = k < n ? (__m256)load_weights(format, keys, (long)k * D + i) : _mm256_setzero_ps();
+        for (int k = 0; k < 8; k++) r[k] = k < n ? (__m256)load_as_fp32(format, keys, (long)k * D + i) : _mm256_setzero_ps();
         for (int k = 0; k < 8; k += 2) s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]), s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
         for (int k = 0; k < 8; k += 4)
             for (int j = 0; j < 2; j++) {
@@ -156,7 +156,7 @@ INLINE void weighted_sums(int format, const int T, int D, const int *end, const 
     int p = 0;
     for (int t = 0; t < T; t++) acc[t][0] = acc[t][1] = splat(0);
     for (; p < end[0]; p++) {
-        v8 low = load_weights(format, values, (long)p * D), high = load_weights(format, values, (long)p * D + 8);
+        v8 low = load_as_fp32(format, values, (long)p * D), high = load_as_fp32(format, values, (long)p * D + 8);
         KEEP_IN_REGISTER(low);
         KEEP_IN_REGISTER(high);
         for (int t = 0; t < T; t++) {
@@ -166,7 +166,7 @@ INLINE void weighted_sums(int format, const int T, int D, const int *end, const 
     }
     for (int t = 0; t < T; t++) {
         for (int i = p; i < end[t]; i++)
-            for (int j = 0; j < 2; j++) acc[t][j] = fma8(splat(score[t * stride + i]), load_weights(format, values, (long)i * D + 8 * j), acc[t][j]);
+            for (int j = 0; j < 2; j++) acc[t][j] = fma8(splat(score[t * stride + i]), load_as_fp32(format, values, (long)i * D + 8 * j), acc[t][j]);
         for (int j = 0; j < 2; j++) store(y + t * y_row + 8 * j, acc[t][j] * splat(normalizer[t]));
     }
 }
@@ -285,7 +285,7 @@ void attend(int threads, int n, int H, int J, int D, const float *q, const float
 /* Kernels.fill_deeper_levels for one token: copies its key and value at `level` of the cache (L, J, capacity, D) to the levels
  * from .. to - 1. */
 void fill_deeper_levels(int J, int D, int format, long capacity, long position, long level, long from, long to, void *keys, void *values) {
-    long row = (long)D * weight_size(format), level_size = J * capacity * row;
+    long row = (long)D * format_bytes(format), level_size = J * capacity * row;
     for (int j = 0; j < J; j++) {
         long offset = (j * capacity + position) * row;
         for (long l = from; l < to; l++) {

@@ -85,7 +85,7 @@ class StageKernels:
         step, or `interrupt` is set.
 
         The other rows may go on for `steps_after_exit` steps when the first have exited; here they do not. Precondition: the levels of the
-        first step are allocated."""
+        first step are filled."""
         taken = 0
         while True:
             step, taken = loop.step(), taken + 1

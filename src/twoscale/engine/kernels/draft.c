@@ -48,7 +48,7 @@ static void draft_group(int threads, const DraftStage *s, const RowSet *row, flo
     else if (!s->starts_with_input) memset(x, 0, size);
     LoopRows rows = {.x = x, .buffer_a = a, .buffer_b = b, .injected = s->input_weight || s->adds_input ? injected : 0, .cos = cos, .sin = sin, .kv = kv,
                      .loop_step = &loop_step, .step_limit = &step_limit, .statistics = &statistic, .fired = &fired, .exits = &exits,
-                     .scratch = scratch, .allocated = &step_limit};
+                     .scratch = scratch, .filled = &step_limit};
     iterate(threads, w, row, &rows, s->steps, 0, &first_exit, &no_interrupt);
     const float *after = s->steps % 2 ? a : b;
     if (s->norm_gain) rms_norm_row(w->C, after, s->norm_gain, s->norm_eps, x);

@@ -150,7 +150,7 @@ class LoopRowsStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (
             "x", "buffer_a", "buffer_b", "injected", "cos", "sin", "previous_update", "norms", "kv", "loop_step", "step_limit",
             "conditions", "condition_index", "index_in_condition", "lens", "lens_scratch", "statistics", "streak", "fired", "exits",
-            "scratch", "allocated", "result", "kept_inputs", "kept_rows",
+            "scratch", "filled", "result", "kept_inputs", "kept_rows",
         )),
         ("rope_size", ctypes.c_int64),
     )  # fmt: skip

@@ -38,7 +38,7 @@ static void apply_layers(int threads, const StageWeights *s, const RowSet *r, co
         for (int p = 0; p < r->n_parts; p++) {
             const KVPointers *pointers = kv[layer * r->n_parts + p];
             int64_t offset = loop_step ? (loop_step[p] - 1) % pointers->max_levels * pointers->level_size : 0;
-            offset *= weight_size(format[p] = (int32_t)pointers->format);
+            offset *= format_bytes(format[p] = (int32_t)pointers->format);
             keys[p] = (char *)pointers->keys + offset, values[p] = (char *)pointers->values + offset;
         }
         const Block *next = layer + 1 < s->n_layers ? s->blocks[layer + 1] : 0;
@@ -80,7 +80,7 @@ typedef struct {
     int64_t *streak;                   /* (n,): number of consecutive steps that have passed; null: `hits` is 1 in all conditions */
     uint8_t *fired, *exits;            /* (n,): rows whose rule fires after their newest step; rows that exit, also at step_limit */
     float *scratch;
-    const int64_t *allocated;          /* (n_parts,): the loop step up to which the levels of a part's cache are allocated */
+    const int64_t *filled;             /* (n_parts,): the loop step up to which the levels of a part's cache are filled */
     float *result;                     /* (n, C): see `iterate`; null if it returns when the first rows exit */
     float *kept_inputs;                /* n * (C + 2 * rope_size), if `result` is given: injected, cos and sin of the rows that stay in the
                                         * loop, made contiguous */
@@ -159,7 +159,7 @@ static int check_exits(int threads, const StageWeights *s, const ActiveRows *a, 
 /* Whether the cache of an active row has no level for its next step. */
 static int needs_level(const ActiveRows *a, const LoopRows *l) {
     for (int t = 0; t < a->set.n; t++)
-        if (l->loop_step[a->set.part[t]] >= l->allocated[a->set.part[t]]) return 1;
+        if (l->loop_step[a->set.part[t]] >= l->filled[a->set.part[t]]) return 1;
     return 0;
 }
 
@@ -204,7 +204,7 @@ static void remove_exited(const StageWeights *s, ActiveRows *a, const LoopRows *
 }
 
 /* Loop steps until rows exit, `max_steps` are taken, a cache has no level for the next step, or *interrupt is not 0; returns the number of
- * steps. Precondition: the levels of the first step are allocated. Where every row is a part of its own, the deeper levels of rows that exit
+ * steps. Precondition: the levels of the first step are filled. Where every row is a part of its own, the deeper levels of rows that exit
  * are filled.
  *
  * With `result` the other rows go on for at most `steps_after_exit` steps when the first have exited (*first_exit: after how many steps that

@@ -34,8 +34,8 @@ typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 typedef int8_t s8x8 __attribute__((vector_size(8)));
 
-/* Eight weights from index i on, as fp32. */
-INLINE v8 load_weights(int format, const void *w, long i) {
+/* Eight numbers of a format (weights, or keys and values) from index i on, as fp32. */
+INLINE v8 load_as_fp32(int format, const void *w, long i) {
     if (format == BF16) {
 #ifdef __AVX2__
         return (v8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)((const uint16_t *)w + i))), 16);
@@ -58,9 +58,10 @@ INLINE v8 load_weights(int format, const void *w, long i) {
     return load((const float *)w + i);
 }
 
-INLINE int weight_size(int format) { return format == FP32 ? 4 : format == BF16 ? 2 : 1; }
+/* Bytes of a number. */
+INLINE int format_bytes(int format) { return format == FP32 ? 4 : format == BF16 ? 2 : 1; }
 
-/* Adds the sum of a scale block to eight outputs, or stores it if the block is the first one; only `room` outputs exist from y on. */
+/* Adds the sum of a block of inputs to eight outputs, or stores it if the block is the first one; only `room` outputs exist from y on. */
 INLINE void add_to_outputs(float *y, v8 sum, int room, int accumulate) {
     if (room >= 8) store(y, accumulate ? load(y) + sum : sum);
     else for (int o = 0; o < room; o++) y[o] = accumulate ? y[o] + sum[o] : sum[o];
@@ -76,9 +77,9 @@ INLINE void micro(const int format, const int T, const int P, MICRO_ARGUMENTS) {
         for (int j = 0; j < 2 * P; j++) acc[t][j] = splat(0);
     for (int i = 0; i < k; i++) {
         v8 ws[8];
-        if (T > 2 && i % (4 / weight_size(format)) == 0) __builtin_prefetch((const char *)w + (long)(i + INPUT_BLOCK) * PANEL * weight_size(format), 0, 2);
+        if (T > 2 && i % (4 / format_bytes(format)) == 0) __builtin_prefetch((const char *)w + (long)(i + INPUT_BLOCK) * PANEL * format_bytes(format), 0, 2);
         for (int j = 0; j < 2 * P; j++) {
-            ws[j] = load_weights(format, w, j / 2 * panel_stride + i * PANEL + j % 2 * 8);
+            ws[j] = load_as_fp32(format, w, j / 2 * panel_stride + i * PANEL + j % 2 * 8);
             if (T == 1) acc[0][j] = fma8(ws[j], splat(x[i]), acc[0][j]);
         }
         if (T == 1) continue;
@@ -206,7 +207,7 @@ static void matmul_panels(int n, const Matrix *m, int first, int last, const flo
         for (int c = 0; c < n_blocks; c++) {
             long i = (long)c * INPUT_BLOCK;
             int k = inputs - i < INPUT_BLOCK ? inputs - i : INPUT_BLOCK;
-            const void *w = (const char *)m->panels + (p * panel_stride + i * PANEL) * weight_size(format);
+            const void *w = (const char *)m->panels + (p * panel_stride + i * PANEL) * format_bytes(format);
             const float *scales = m->scales ? m->scales + ((long)p * n_blocks + c) * PANEL : 0;
             for (int j = 0, t = 0; j < tiles; j++) {
                 int rows = (n - t) / (tiles - j), kernel = n_panels == 4 ? 0 : n_panels == 2 ? 1 : 1 + rows;

@@ -53,7 +53,7 @@ class NativeDrafts:
 
     def draft(self, cache: "Cache", token: int, sampling: DraftSampling, interrupt: Interrupt) -> list[int] | None:
         """One token for each number in `sampling.uniform`, after `token`; fewer if one of them is a stop token, which is the last then,
-        or if `interrupt` is set. None if a level of the cache is not allocated yet.
+        or if `interrupt` is set. None if a level of the cache is not filled yet.
 
         `cache` is a view with the loop parameters of drafts, which have no rules; it ends before `token`, and its length is not changed.
         """

@@ -216,7 +216,7 @@ class FusedLoop:
         self.streaks = None if streaks is None else (ctypes.c_int64 * n)(*streaks)
         self.loop_step, step_limit = (ctypes.c_int64 * n_parts)(), (ctypes.c_int64 * n_parts)(*loop.step_limits)
         self.fired, self.exits, self.first_exit = (ctypes.c_uint8 * n)(), (ctypes.c_uint8 * n)(), ctypes.c_int32()
-        self.allocated = (ctypes.c_int64 * n_parts)()
+        self.filled = (ctypes.c_int64 * n_parts)()
         self._kept: tuple[Tensor, ctypes.Array[ctypes.c_int64]] | None = None
         """`kept_inputs` and `kept_rows` of loop.c."""
         statistics = (ctypes.c_double * n)()
@@ -237,7 +237,7 @@ class FusedLoop:
             streak=_address(self.streaks),
             fired=_address(self.fired),
             exits=_address(self.exits),
-            allocated=_address(self.allocated),
+            filled=_address(self.filled),
         )
         self._keep_alive: list[object] = [step_limit, statistics, injected, previous_update, norms]  # C holds their addresses
         self._add_conditions(struct, rules, loop.engine.model)
@@ -302,7 +302,7 @@ class FusedLoop:
         struct.x, struct.buffer_a, struct.buffer_b = pointer(x, size), pointer(buffer_a, size), pointer(buffer_b, size)
         struct.scratch = scratch(self.n * stage.scratch_per_row + score_floats(self.threads, self.row_kernels.longest))
         for i, part in enumerate(parts):
-            self.loop_step[i], self.allocated[i] = part.loop_step, loop.allocated_steps[i]
+            self.loop_step[i], self.filled[i] = part.loop_step, loop.filled_steps[i]
         result = self._output_and_compaction_memory() if steps_after_exit and self.n > 1 and self.rows.one_row_per_part else None
         if result is None:
             struct.result = None

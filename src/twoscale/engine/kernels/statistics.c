@@ -11,7 +11,7 @@ enum {
  * steps have passed, and not before step `min_steps`. In Python: exits/statistics.py, `ConditionStruct` in library.py. */
 typedef struct {
     double tau;
-    const double *parameters; /* the weights of a learned head, or min_p */
+    const double *parameters; /* the weights of a learned exit rule (exits.Learned), or min_p */
     float *remembered;        /* (rows of this rule, remembered_size): `RuleState.remembered`, NaN before a row's first step */
     int64_t remembered_size;
     int64_t hits;             /* consecutive steps that must pass */
