@@ -260,21 +260,18 @@ def test_silent_cluster(folder: Path, cli: CommandLine) -> None:
             assert code == 2 and line in err and is_one_line(err) and time.monotonic() - began < 60, err
 
 
-def test_cannot_start(folder: Path, tmp_path: Path) -> None:
-    """A replica that cannot open its model: its reason in one line, code 2."""
-    broken = tmp_path / "broken"
-    save_folder(small_model(vocab_size=257, block_size=128), broken)
-    (broken / "model.safetensors").write_bytes(b"no weights")
-    words = [sys.executable, "-m", "twoscale", "serve", str(broken), "--replicas", "1", "--port", "0"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "the replicas did not start" in done.stderr and is_one_line(done.stderr), done.stderr
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
     """The address of a Ray cluster with two CPUs, which runs by itself."""
-    for name, value in {**SETTINGS, "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", "0" * 64)}.items():
-        monkeypatch.setenv(name, value)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**SETTINGS, "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", "0" * 64)}.items():
+            patch.setenv(name, value)
+        with started_cluster() as address:
+            yield address
+
+
+@contextmanager
+def started_cluster() -> Iterator[str]:
     port = free_port()
     words = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false", "--object-store-memory=100000000"]
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="twoscale-", ignore_cleanup_errors=True) as folder:
@@ -313,3 +310,13 @@ def test_cluster(cluster: str, folder: Path) -> None:
         process.terminate()
         assert process.wait(timeout=60) == 0
     assert ask(inside, "In a cluster", False) == (want, "complete")
+
+
+def test_cannot_start(cluster: str, tmp_path: Path) -> None:
+    """A replica that cannot open its model: its reason in one line, code 2."""
+    broken = tmp_path / "broken"
+    save_folder(small_model(vocab_size=257, block_size=128), broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    words = [sys.executable, "-m", "twoscale", "serve", str(broken), "--replicas", "1", "--port", "0", "--ray-address", cluster]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "the replicas did not start" in done.stderr and is_one_line(done.stderr), done.stderr

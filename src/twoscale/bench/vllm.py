@@ -5,6 +5,7 @@ Tokens are counted in the streams, over HTTP, from the moment when every client 
 """
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -40,6 +41,8 @@ from twoscale.serve.vllm_engine import vllm_command
 from twoscale.tracing import trace
 
 START_SECONDS = 600.0  # imports and first use of vLLM on two busy cores
+# By default vLLM leaves a core to its scheduler: half of a machine with two.
+QUIET_ON_ALL_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def exit_words(model: LoopedGPT) -> list[str]:
@@ -107,7 +110,7 @@ def vllm_server(folder: Path, clients: int, rules: list[str] | None) -> Iterator
     overrides = {"loops": MAX_STEPS} | ({"exit": rules} if rules else {})
     words = vllm_command(folder, "bench", "127.0.0.1", port, overrides, max_num_seqs=clients)
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=sys.stderr) as process:
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=sys.stderr, env={**QUIET_ON_ALL_CORES, **os.environ}) as process:
         try:
             while not _answers(address):
                 if process.poll() is not None or time.monotonic() > deadline:
