@@ -40,8 +40,9 @@ def serve_vllm(args: "BenchServeArgs", model: "LoopedGPT", load: "Load") -> int:
     print(f"preset {args.preset}, {args.clients} clients over HTTP, medians of {args.rounds} rounds in turns")
     for name, results in found.items():
         print(f"{name:<34}{words(results, rows=False)}")
-    pairs = zip(*(found[f"{server}, with exits"] for server in ("twoscale", "vLLM")), strict=True)
-    print(f"with exits, twoscale beside vLLM: {median(ours.rate / theirs.rate for ours, theirs in pairs):.2f}x")
+    for depth in dict.fromkeys(name.partition(", ")[2] for name in found):
+        pairs = zip(found[f"twoscale, {depth}"], found[f"vLLM, {depth}"], strict=True)
+        print(f"{depth}, twoscale beside vLLM: {median(ours.rate / theirs.rate for ours, theirs in pairs):.2f}x")
     return 0
 
 
