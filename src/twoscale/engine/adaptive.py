@@ -7,7 +7,7 @@ while no other request is running.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import product
 from weakref import WeakKeyDictionary
 
@@ -24,11 +24,12 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # the acceptance rate starts at PRIOR
 MAX_ACCEPTANCE = 0.995
 PRIOR_SLOPE = 0.2  # before it was measured: c(W) = 1 + 0.2 (W - 1)
 DECAY = 0.9  # the counts of a kind of guess are multiplied by this after each of its cycles
-DECAY_UNGUESSED = 0.985  # the counts of all kinds are multiplied by this after a cycle without guesses: every kind is tried again some time
+DECAY_UNGUESSED = 0.99  # the counts of all kinds are multiplied by this after a cycle without guesses: every kind is tried again some time
+RELAX = 0.997  # after a cycle without guesses, costs above those assumed before the first measurement keep this share of the excess
 SMOOTHING = 0.25  # weight of the newest time in the running mean
 UNGUESSED_EVERY = 24  # every UNGUESSED_EVERY-th cycle is without guesses, to measure what that costs
 MAX_BACKOFF = 7  # cycles without guesses before the next choice, if guesses did not pay
-MAX_OUTLIER = 2.0  # times above MAX_OUTLIER x the running mean are clipped
+MAX_OUTLIER = 1.3  # times above MAX_OUTLIER x the running mean are clipped
 
 
 class Estimates:
@@ -67,15 +68,24 @@ class Estimates:
         elif self.baseline_seconds is not None:
             self.slope = _smooth(self.slope, max(0.0, seconds / self.baseline_seconds - 1) / (rows - 1))
 
-    def decay_after_unguessed(self) -> None:
-        """Decay the counts of all kinds after a cycle without guesses."""
+    def decay_after_unguessed(self, draft_prior: Mapping[int, float]) -> None:
+        """After a cycle without guesses, decay the counts of all kinds, and costs above those assumed before the first measurement.
+
+        Such costs may come from a moment when another program was running, and without guesses they are not measured again."""
         for counts in (self.accepted, self.compared):
             for kind in counts:
                 counts[kind] *= DECAY_UNGUESSED
+        self.slope = _relax(self.slope, PRIOR_SLOPE)
+        for steps, cost in self.draft.items():
+            self.draft[steps] = _relax(cost, draft_prior[steps])
 
 
 def _smooth(old: float | None, new: float) -> float:
     return new if old is None else old + SMOOTHING * (min(new, MAX_OUTLIER * old) - old)
+
+
+def _relax(cost: float, prior: float) -> float:
+    return prior + RELAX * (cost - prior) if cost > prior else cost
 
 
 _ESTIMATES: WeakKeyDictionary[LoopedGPT, dict[Hashable, Estimates]] = WeakKeyDictionary()
@@ -127,7 +137,7 @@ class Chooser:
             return OFF
         if self._backoff_left:
             self._backoff_left -= 1
-            estimates.decay_after_unguessed()
+            estimates.decay_after_unguessed(self.draft_prior)
             return OFF
         n_lookup = len(look_up(NGRAM, min(max_guesses, max(LENGTHS))))
         acceptance = {kind: estimates.acceptance(kind) for kind in dict.fromkeys(kind for _, kind, _ in self.methods)}
@@ -137,7 +147,7 @@ class Chooser:
                 if gain > best_gain:
                     best, best_gain = method, gain
         if best == OFF:
-            estimates.decay_after_unguessed()
+            estimates.decay_after_unguessed(self.draft_prior)
         self._backoff_left = self._backoff = min(MAX_BACKOFF, 2 * self._backoff + 1) if best == OFF else 0
         return best
 
