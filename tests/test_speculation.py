@@ -16,7 +16,7 @@ from conftest import CommandLine, is_one_line
 from models import LAYOUTS, loud, small_model
 from twoscale import UserError, exits
 from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
-from twoscale.engine.adaptive import Chooser, Estimates, estimates_of, tokens_per_cycle
+from twoscale.engine.adaptive import Chooser, Estimates, estimates_of
 from twoscale.engine.cache import bytes_per_token
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.library import c_library
@@ -310,8 +310,30 @@ def test_auto_follows_what_is_measured() -> None:
     assert all(choose() == OFF for _ in range(50))
     chooser.choose(20, lambda ngram, n: [4] * n)
     assert any(isinstance(chooser.choose(20, lambda ngram, n: [4] * n), Lookup) for _ in range(10))
-    for guesses in (1, 4, 15):
-        assert tokens_per_cycle(0.6, guesses) == pytest.approx(sum(0.6**i for i in range(guesses + 1)))
+
+
+def test_expected_tokens_by_place() -> None:
+    """Guesses that are right throughout or wrong at once: the expected tokens are those of such cycles, not of a mean share."""
+    known = Estimates()
+    for i in range(400):
+        known.count("lookup", 8 * (i % 2), 8 if i % 2 else 1)
+    tokens = known.tokens("lookup")
+    assert tokens[0] == 1 and tokens[8] == pytest.approx(1 + 8 / 2, rel=0.1)
+    assert Estimates().tokens("lookup") == pytest.approx([sum(0.7**i for i in range(m + 1)) for m in range(16)])
+
+
+def test_auto_recovers_from_a_slow_moment() -> None:
+    """Costs that were measured while another program was running do not keep `auto` from guessing for ever."""
+    model = model_of("default", 0)
+    request = Request(
+        [1, 2, 3], SamplingParams(max_new_tokens=30), loop_params(model, loops=20), prompt_steps=[(20, 20)] * 3, tokens=[1, 2]
+    )
+    known = Estimates()
+    known.time_pass(1.0, 1, None)
+    known.slope = 5.0
+    chooser = Chooser(request, model.config, known)
+    assert all(chooser.choose(20, lambda ngram, n: []) == OFF for _ in range(50))
+    assert any(isinstance(chooser.choose(20, lambda ngram, n: []), Draft) for _ in range(3000))
 
 
 def test_auto_leaves_rows_to_others() -> None:

@@ -1,9 +1,10 @@
 """`auto`: whether a request guesses ahead, how, and how far, from what was measured of its passes.
 
-A cycle is m guesses and the pass that verifies them. It costs m drafts and one pass of m + 1 rows, c(m + 1). With the acceptance rate a it
-gives (1 - a^(m + 1)) / (1 - a) tokens on average. The cycle with most tokens for its time is chosen; decoding without guesses is the cycle
-of one token at cost 1. All costs are relative to a pass of one row, the baseline; a is kept for each kind of guess. Guesses are made only
-while no other request is running.
+A cycle of m guesses costs m drafts and one pass of m + 1 rows, c(m + 1). With a_i the share of right guesses in place i among those whose
+predecessors were right, it gives 1 + a_1 + a_1 a_2 + ... + a_1 ... a_m tokens on average. The shares are kept for each kind of guess and
+each place: a lookup is mostly right throughout or wrong at once. The cycle with most tokens for its time is chosen; decoding without
+guesses is the cycle of one token at cost 1. All costs are relative to a pass of one row, the baseline. Guesses are made only while no
+other request is running.
 """
 
 import threading
@@ -17,10 +18,12 @@ from twoscale.engine.speculation import OFF, Draft, Lookup, Speculation
 from twoscale.model import LoopedGPT
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)  # guesses of a cycle
+MAX_GUESSES = max(LENGTHS)
 STEPS = (1, 2, 3, 4)  # loop steps of a draft
 NGRAM = 3  # tokens that a lookup compares
 MIN_GAIN = 1.08  # a cycle of guesses is chosen if its predicted speed is above this multiple of decoding without guesses
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # the acceptance rate starts at PRIOR_ACCEPTANCE, which counts like PRIOR_WEIGHT measured guesses
+PLACE_WEIGHT = 3.0  # the share in all places counts like this many guesses in each place
 MAX_ACCEPTANCE = 0.995
 PRIOR_SLOPE = 0.2  # before it was measured: c(W) = 1 + 0.2 (W - 1)
 DECAY = 0.9  # the counts of a kind of guess are multiplied by this after each of its cycles
@@ -30,6 +33,9 @@ SMOOTHING = 0.25  # weight of the newest time in the running mean
 UNGUESSED_EVERY = 24  # every UNGUESSED_EVERY-th cycle is without guesses, to measure what that costs
 MAX_BACKOFF = 7  # cycles without guesses before the next choice, if guesses did not pay
 MAX_OUTLIER = 1.3  # times above MAX_OUTLIER x the running mean are clipped
+
+
+_NOTHING = (0.0,) * MAX_GUESSES
 
 
 class Estimates:
@@ -42,21 +48,30 @@ class Estimates:
         """c(W) = 1 + slope (W - 1), relative to the baseline."""
         self.draft_cost: dict[int, float] = {}
         """Cost of drafting one token by its loop steps, relative to the baseline."""
-        self.accepted: dict[str, float] = {}
-        self.compared: dict[str, float] = {}
-        """Guesses of each kind that were accepted, and that were compared with the true token; old ones count less (DECAY)."""
+        self.accepted: dict[str, list[float]] = {}
+        self.compared: dict[str, list[float]] = {}
+        """Guesses of each kind that were accepted, and that were compared with the true token, by their place in the cycle; old ones count
+        less (DECAY)."""
         self.cycles = 0
 
     def acceptance(self, kind: str) -> float:
-        """The estimated share of accepted guesses of a kind."""
-        rate = (self.accepted.get(kind, 0.0) + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (self.compared.get(kind, 0.0) + PRIOR_WEIGHT)
-        return min(rate, MAX_ACCEPTANCE)
+        """The estimated share of accepted guesses of a kind, in all places."""
+        accepted, compared = (sum(counts.get(kind, ())) for counts in (self.accepted, self.compared))
+        return min((accepted + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (compared + PRIOR_WEIGHT), MAX_ACCEPTANCE)
+
+    def tokens(self, kind: str) -> list[float]:
+        """The expected tokens of a cycle by its number of guesses, 0 to MAX_GUESSES: the right guesses before the first wrong one, and the
+        true token after them. Where a place was seldom reached, the share in all places counts instead."""
+        everywhere, reached, tokens = self.acceptance(kind), 1.0, [1.0]
+        for accepted, compared in zip(self.accepted.get(kind, _NOTHING), self.compared.get(kind, _NOTHING), strict=True):
+            reached *= min((accepted + everywhere * PLACE_WEIGHT) / (compared + PLACE_WEIGHT), MAX_ACCEPTANCE)
+            tokens.append(tokens[-1] + reached)
+        return tokens
 
     def count(self, kind: str, accepted: int, compared: int) -> None:
-        """Count the guesses of a cycle: `compared` of them were compared with the true token, in order up to the first wrong one, and
-        `accepted` of these were right."""
-        self.accepted[kind] = DECAY * self.accepted.get(kind, 0.0) + accepted
-        self.compared[kind] = DECAY * self.compared.get(kind, 0.0) + compared
+        """Count the guesses of a cycle: `compared` with the true token, all `accepted` or the last of them wrong."""
+        for counts, n in ((self.accepted, accepted), (self.compared, compared)):
+            counts[kind] = [DECAY * old + (i < n) for i, old in enumerate(counts.get(kind, _NOTHING))]
 
     def time_pass(self, seconds: float, rows: int, draft_steps: int | None) -> None:
         """Update the costs with the time of a pass, measured while no other request was running. `draft_steps` is None if it was not a
@@ -68,24 +83,24 @@ class Estimates:
         elif self.baseline_seconds is not None:
             self.slope = _smooth(self.slope, max(0.0, seconds / self.baseline_seconds - 1) / (rows - 1))
 
-    def decay_after_unguessed(self, draft_prior: Mapping[int, float]) -> None:
-        """After a cycle without guesses, decay the counts of all kinds, and costs above those assumed before the first measurement.
+    def decay_after_unguessed(self, cycles: int, draft_prior: Mapping[int, float]) -> None:
+        """After cycles without guesses, decay the counts of all kinds, and costs above those assumed before the first measurement.
 
         Such costs may come from a moment when another program was running, and without guesses they are not measured again."""
         for counts in (self.accepted, self.compared):
-            for kind in counts:
-                counts[kind] *= DECAY_UNGUESSED
-        self.slope = _relax(self.slope, PRIOR_SLOPE)
-        for steps, cost in self.draft.items():
-            self.draft[steps] = _relax(cost, draft_prior[steps])
+            for kind, by_place in counts.items():
+                counts[kind] = [DECAY_UNGUESSED**cycles * n for n in by_place]
+        self.slope = _relax(self.slope, PRIOR_SLOPE, cycles)
+        for steps, cost in self.draft_cost.items():
+            self.draft_cost[steps] = _relax(cost, draft_prior[steps], cycles)
 
 
 def _smooth(old: float | None, new: float) -> float:
     return new if old is None else old + SMOOTHING * (min(new, MAX_OUTLIER * old) - old)
 
 
-def _relax(cost: float, prior: float) -> float:
-    return prior + RELAX * (cost - prior) if cost > prior else cost
+def _relax(cost: float, prior: float, cycles: int) -> float:
+    return prior + RELAX**cycles * (cost - prior) if cost > prior else cost
 
 
 _ESTIMATES: WeakKeyDictionary[LoopedGPT, dict[Hashable, Estimates]] = WeakKeyDictionary()
@@ -97,11 +112,6 @@ def estimates_of(model: LoopedGPT, request: Request) -> Estimates:
     key = (request.loop_params.loops, repr(request.loop_params.rules), request.sampling.temperature)
     with _LOCK:
         return _ESTIMATES.setdefault(model, {}).setdefault(key, Estimates())
-
-
-def tokens_per_cycle(acceptance: float, guesses: int) -> float:
-    """Mean number of tokens of a cycle: the right guesses before the first wrong one, and the true token after them."""
-    return (1 - acceptance ** (guesses + 1)) / (1 - acceptance)
 
 
 class Chooser:
@@ -118,6 +128,9 @@ class Chooser:
         self.methods: list[tuple[Speculation, str, int]] = [(Lookup(NGRAM, m), "lookup", m) for m in LENGTHS]
         if sizes:
             self.methods += [(Draft(m, d), f"draft at {d}", m) for m, d in product(LENGTHS, STEPS)]
+        self.kinds = list(dict.fromkeys(kind for _, kind, _ in self.methods))
+        self._unguessed = 0
+        """Cycles without guesses since the estimates were decayed."""
         self._backoff_left = self._backoff = 0
         """Cycles without guesses until the next choice, and their number at the last choice: exponential backoff, since choosing takes
         time too."""
@@ -137,17 +150,19 @@ class Chooser:
             return OFF
         if self._backoff_left:
             self._backoff_left -= 1
-            estimates.decay_after_unguessed(self.draft_prior)
+            self._unguessed += 1
             return OFF
-        n_lookup = len(look_up(NGRAM, min(max_guesses, max(LENGTHS))))
-        acceptance = {kind: estimates.acceptance(kind) for kind in dict.fromkeys(kind for _, kind, _ in self.methods)}
+        if self._unguessed:
+            estimates.decay_after_unguessed(self._unguessed, self.draft_prior)
+            self._unguessed = 0
+        n_lookup = len(look_up(NGRAM, min(max_guesses, MAX_GUESSES)))
+        tokens = {kind: estimates.tokens(kind) for kind in self.kinds}
         for method, kind, m in self.methods:
             if m <= (n_lookup if kind == "lookup" else max_guesses):
-                gain = tokens_per_cycle(acceptance[kind], m) / self.cost(method, m)
+                gain = tokens[kind][m] / self.cost(method, m)
                 if gain > best_gain:
                     best, best_gain = method, gain
-        if best == OFF:
-            estimates.decay_after_unguessed(self.draft_prior)
+        self._unguessed += best == OFF
         self._backoff_left = self._backoff = min(MAX_BACKOFF, 2 * self._backoff + 1) if best == OFF else 0
         return best
 
