@@ -25,7 +25,8 @@ from twoscale.report.words import (
     sweep_text,
 )
 from twoscale.tradeoff.calibrate import certified_words
-from twoscale.tradeoff.summary import CALIBRATION_VERSION, read_calibration, read_sweep, settings_tested
+from twoscale.tradeoff.results import settings_tested
+from twoscale.tradeoff.summary import CALIBRATION_VERSION, read_calibration, read_sweep
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class LoopRows:
         if steps.exits is False:
             return None
         if steps.exits is True:
-            return self._exit_all(rows, steps.before if steps.return_previous is True else steps.after, steps.filled)
+            return self._exit_all(rows, steps.before if steps.return_previous is True else steps.after, steps.deeper_levels_filled)
         return self._exit_some(rows, steps)
 
     def step(self) -> LoopSteps:
@@ -178,9 +178,9 @@ class LoopRows:
         self.filled_steps = [self._filled(part) for part in rows.parts]
         return not self.failures
 
-    def _exit_all(self, rows: Rows, states: Tensor, filled: bool) -> ExitedRows:
-        """All rows exit with these states (N, C); `filled`: the deeper levels of their caches are filled already."""
-        if not filled:
+    def _exit_all(self, rows: Rows, states: Tensor, deeper_levels_filled: bool) -> ExitedRows:
+        """All rows exit with these states (N, C); `deeper_levels_filled`: the deeper levels of their caches are filled already."""
+        if not deeper_levels_filled:
             rows.fill_deeper_levels(self.layers)
         self._clear()
         return ExitedRows(rows, self.group.output(states))
@@ -192,9 +192,9 @@ class LoopRows:
         if steps.return_previous is not False:
             states = torch.where(torch.as_tensor(steps.return_previous, device=states.device)[..., None], steps.before, states)
         if len(exit_index) == rows.n:
-            return self._exit_all(rows, states, steps.filled)
+            return self._exit_all(rows, states, steps.deeper_levels_filled)
         exited_rows = rows.select(exit_index)
-        if not steps.filled:
+        if not steps.deeper_levels_filled:
             exited_rows.fill_deeper_levels(self.layers)
         exited = ExitedRows(exited_rows, self.group.output(states.index_select(0, exit_index)))
         self.x = states

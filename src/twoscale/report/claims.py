@@ -4,6 +4,7 @@ A claim is a pure function of geometry.jsonl. It may come out confirmed, refuted
 was measured before training too, the same rule is applied to it: a rule that an untrained model passes says nothing on training.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -131,8 +132,8 @@ def _training(records: Sequence[Record]) -> Claim:
     trained = [r for r in records if r["step"] > 0]
     rule = (
         "From the first measurement after training began to the last: the share of claim (a), and the loop step k from which on the cosine "
-        f"stays within {STEADY:.2f} of the steady value of claim (b); k counts only where the rule of (b) finds such a value both times. "
-        "Confirmed when both fall in every group, refuted when either rises in every group."
+        f"stays within {STEADY:.2f} of the steady value of claim (b). Where the rule of (b) finds no such value, k lies beyond all; it "
+        "is not compared where there is none both times. Confirmed when both fall in every group, refuted when either rises in every group."
     )
     text = "Both, the decay of (a) and the steadiness of (b), strengthen with training."
     if len(trained) < 2:
@@ -148,11 +149,12 @@ def _training(records: Sequence[Record]) -> Claim:
         cos_a, cos_b = cosine_level(a), cosine_level(b)
         if cos_a is None or cos_b is None:
             shown = "k not measurable"
-        elif cos_a.away > STEADY or cos_b.away > STEADY:
-            shown = f"k not defined (no steady value {_when(cos_a.away > STEADY, cos_b.away > STEADY)})"
+        elif cos_a.away > STEADY < cos_b.away:
+            shown = "k not defined (no steady value both times)"
         else:
-            levels.append(cos_b.reached - cos_a.reached)
-            shown = f"k {cos_a.reached}, then {cos_b.reached}"
+            k_a, k_b = (math.inf if cos.away > STEADY else cos.reached for cos in (cos_a, cos_b))
+            levels.append(k_b - k_a)
+            shown = f"k {_loop_step(k_a)}, then {_loop_step(k_b)}"
         parts.append(f"{group_label(i, b['name'])}: share {_percent(before)}, then {_percent(after)}; {shown}")
     n = len(last["groups"])
     outcome: Outcome = "undecided"
@@ -164,8 +166,8 @@ def _training(records: Sequence[Record]) -> Claim:
     return Claim("c", text, rule, measured + _different_texts(first, last), outcome)
 
 
-def _when(at_first: bool, at_last: bool) -> str:
-    return "at either" if at_first and at_last else f"at the {'first' if at_first else 'last'}"
+def _loop_step(k: float) -> str:
+    return "none (no steady value)" if math.isinf(k) else f"{k:.0f}"
 
 
 def _different_texts(first: Record, last: Record) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from twoscale.config.words import MARGIN, plural
 from twoscale.report.words import between, change, cost_words, rise
 from twoscale.tradeoff.choice import FIXED, FLAT, Choice, Point, below, default_point, lower_and_left, name_of, overlap, shown_higher
-from twoscale.tradeoff.summary import Sweep, settings_tested
+from twoscale.tradeoff.results import settings_tested
+from twoscale.tradeoff.summary import Sweep
 
 NAMED = 3  # settings that are named with the reason; more are counted
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twoscale.config.words import MARGIN, UNITS, all_loops, plural, text_words
-from twoscale.tradeoff.summary import settings_tested
+from twoscale.tradeoff.results import settings_tested
 
 FEWEST = 4  # documents (or pieces, or windows); an interval over fewer is not used
 DIGITS = {"steps": 3, "ce": 4}  # of a printed difference

@@ -130,3 +130,12 @@ def by_group(values: Mapping[str, Any]) -> dict[str, Any]:
         elif not isinstance(value, list | dict):
             row[name] = value
     return row
+
+
+def settings_tested(calibration: Mapping[str, Any], path: str) -> list[dict[str, Any]] | None:
+    """The settings of a path (`calibrated`, `single` or `fixed`) that a calibration tested, in order, each with its bound and whether it
+    passed; None where the file does not say: earlier versions have the first path alone."""
+    tested = calibration.get("tested")
+    if isinstance(tested, Mapping):
+        return tested.get(path)
+    return tested if path == "calibrated" else None

@@ -1,6 +1,6 @@
 """Reads what sweeps and calibrations wrote. No torch here: the report is made from files alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -164,15 +164,6 @@ def read_calibration(path: Path) -> dict[str, Any] | None:
     if not isinstance(version := found.get("version", 1), int) or version > CALIBRATION_VERSION:
         raise UserError(f"{path} is of version {version!r}, this program reads up to {CALIBRATION_VERSION}: calibrate again, or update")
     return found
-
-
-def settings_tested(calibration: Mapping[str, Any], path: str) -> list[dict[str, Any]] | None:
-    """The settings of a path (`calibrated`, `single` or `fixed`) that a calibration tested, in order, each with its bound and whether it
-    passed; None where the file does not say: earlier versions have the first path alone."""
-    tested = calibration.get("tested")
-    if isinstance(tested, Mapping):
-        return tested.get(path)
-    return tested if path == "calibrated" else None
 
 
 def read_calibration_of(run: Path, sweep: Sweep | None) -> dict[str, Any] | None:

@@ -285,12 +285,12 @@ void attend(int threads, int n, int H, int J, int D, const float *q, const float
 /* Kernels.fill_deeper_levels for one token: copies its key and value at `level` of the cache (L, J, capacity, D) to the levels
  * from .. to - 1. */
 void fill_deeper_levels(int J, int D, int format, long capacity, long position, long level, long from, long to, void *keys, void *values) {
-    long row = (long)D * format_bytes(format), level_size = J * capacity * row;
+    long row_bytes = (long)D * format_bytes(format), level_bytes = J * capacity * row_bytes;
     for (int j = 0; j < J; j++) {
-        long offset = (j * capacity + position) * row;
+        long offset = (j * capacity + position) * row_bytes;
         for (long l = from; l < to; l++) {
-            memcpy((char *)keys + l * level_size + offset, (char *)keys + level * level_size + offset, row);
-            memcpy((char *)values + l * level_size + offset, (char *)values + level * level_size + offset, row);
+            memcpy((char *)keys + l * level_bytes + offset, (char *)keys + level * level_bytes + offset, row_bytes);
+            memcpy((char *)values + l * level_bytes + offset, (char *)values + level * level_bytes + offset, row_bytes);
         }
     }
 }

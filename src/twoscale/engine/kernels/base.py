@@ -58,7 +58,7 @@ class LoopSteps:
     """Which of them return the state before the newest step, because their rule has keep="previous": bools (N,), or one for all."""
     first_exit: int = 0
     """Set by `iterate`: the number of steps after which the first rows exited; 0: none has. `LoopRows.step` leaves it 0."""
-    filled: bool = False
+    deeper_levels_filled: bool = False
     """Whether the deeper levels of the rows that exit are filled already."""
 
 

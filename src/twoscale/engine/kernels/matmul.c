@@ -4,8 +4,8 @@
  * blocks of INPUT_BLOCK inputs, which stay in the L1 cache for all rows. A dot product is the sum of its blocks' sums, added in order.
  *
  * FP32, BF16  the weights themselves
- * INT8        int8 values, with a scale for each output and scale block: the sum of a block is multiplied by it
- * W8A8        as INT8, and the inputs are quantized to int8 too, with a scale for each row and scale block. Four inputs of an output lie side
+ * INT8        int8 values, with a scale for each output and input block: the sum of a block is multiplied by it
+ * W8A8        as INT8, and the inputs are quantized to int8 too, with a scale for each row and input block. Four inputs of an output lie side
  *             by side: w[o / 16][i / 4][o % 16][i % 4]. The sum of a block is an exact integer, whatever instructions compute it.
  *
  * With the first three the inputs are fp32 and weights become fp32 before they are multiplied, which is exact.
@@ -18,7 +18,7 @@ enum { FP32, BF16, INT8, W8A8 };
 /* A weight matrix (O, I); library.py has the same fields in the same order. */
 typedef struct {
     const void *panels;
-    const float *scales; /* (panels, scale blocks, 16); null for FP32 and BF16 */
+    const float *scales; /* (panels, input blocks, 16); null for FP32 and BF16 */
     int32_t O, I, format;
 } Matrix;
 
@@ -67,9 +67,9 @@ INLINE void add_to_outputs(float *y, v8 sum, int room, int accumulate) {
     else for (int o = 0; o < room; o++) y[o] = accumulate ? y[o] + sum[o] : sum[o];
 }
 
-/* The inner kernel: T rows of x times P panels over the k inputs of a scale block, for the first `n_outputs` outputs. y[t] = x[t] w, or
+/* The inner kernel: T rows of x times P panels over the k inputs of an input block, for the first `n_outputs` outputs. y[t] = x[t] w, or
  * y[t] += x[t] w with `accumulate`. `panel_stride` and `scale_stride` are the distances of panels, in weights and scales. With three rows or more
- * the next scale block is prefetched: the hardware prefetcher stops at page boundaries. */
+ * the next input block is prefetched: the hardware prefetcher stops at page boundaries. */
 #define MICRO_ARGUMENTS int k, long panel_stride, const void *w, const float *scales, long scale_stride, const float *x, long ldx, float *y, long ldy, int n_outputs, int accumulate
 INLINE void micro(const int format, const int T, const int P, MICRO_ARGUMENTS) {
     v8 acc[6][8]; /* [T][2 P]; of constant size, so that the compiler keeps them in registers */

@@ -316,10 +316,10 @@ class FusedLoop:
             loop.rules.set_streaks(self.streaks[:])
         exits, return_previous = self._exits(loop.rules)
         if result is not None:
-            return LoopSteps(taken, result, result, exits, False, self.first_exit.value, filled=True)
+            return LoopSteps(taken, result, result, exits, False, self.first_exit.value, deeper_levels_filled=True)
         before, after = (buffer_b, buffer_a) if taken % 2 else (buffer_a, buffer_b)
-        filled = self.rows.one_row_per_part
-        return LoopSteps(taken, x if taken == 1 else before, after, exits, return_previous, self.first_exit.value, filled)
+        deeper_levels_filled = self.rows.one_row_per_part
+        return LoopSteps(taken, x if taken == 1 else before, after, exits, return_previous, self.first_exit.value, deeper_levels_filled)
 
     def _exits(self, rules: "LoopExitRules") -> tuple[Tensor | bool, Tensor | bool]:
         """Which rows exit, and which of them return the state before the newest step."""
