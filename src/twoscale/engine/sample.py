@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twoscale.engine.kernels.library import Library, c_library, empty_floats, pointer, threads_to_use
+from twoscale.engine.kernels.library import Library, c_library, empty_floats, pointer, sample_floats, threads_to_use
 from twoscale.engine.kernels.native_draft import DraftSampling
 from twoscale.engine.request import SamplingKey, SamplingParams
 
@@ -49,7 +49,7 @@ def _sample_native(library: Library, logits: Tensor, keys: Sequence[SamplingKey]
     u = (ctypes.c_double * n)(*[_uniform(key) for key in keys])
     tokens, finite = (ctypes.c_int64 * n)(), (ctypes.c_int32 * n)()
     threads = min(n, threads_to_use())
-    size = threads * (3 * V + 2 * -(-V // 64) + 16)
+    size = threads * sample_floats(V)
     scratch = empty_floats(size)
     library.sample(threads, n, V, pointer(logits, n * V), temperature, top_k, top_p, u, pointer(scratch, size), tokens, finite)
     return Sampled(tokens[:], [bool(f) for f in finite])

@@ -24,7 +24,7 @@ typedef struct {
     const OutputHead *output_head;
     const int64_t *stops;          /* (n_stops,): tokens that end the text */
     int64_t capacity;              /* of the caches */
-    float *scratch;                /* 4 C + O + 3 V + 2 ceil(V / 64) + 16 floats, then the scratch memory of `block` */
+    float *scratch;                /* 4 C + O + sample_floats(V) floats, then the scratch memory of `block` */
     double top_p;
     float temperature;
 } Drafter;
@@ -61,7 +61,7 @@ int draft(int threads, const Drafter *d, int m, int64_t token, int64_t position,
     int64_t part = 0;
     int C = d->embedding->C, V = d->output_head->V;
     float *x = d->scratch, *buffers = x + C, *logits = x + 4L * C, *sampling = logits + d->output_head->head->O;
-    float *scratch = sampling + 3L * V + 2L * ((V + TILE - 1) / TILE) + 16;
+    float *scratch = sampling + sample_floats(V);
     for (int i = 0; i < m; i++, position++) {
         RowSet row = {1, 1, &part, &d->capacity, &position, position + 1};
         const float *cos = d->cos ? d->cos + position * d->rope_size : 0, *sin = d->sin ? d->sin + position * d->rope_size : 0;

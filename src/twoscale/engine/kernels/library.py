@@ -240,6 +240,11 @@ def _cores() -> int:
     return usable_cores()
 
 
+def sample_floats(V: int) -> int:
+    """Floats of scratch memory that `sample` needs for each thread, as in sample.c."""
+    return 3 * V + 2 * -(-V // 64) + 16
+
+
 def score_floats(threads: int, longest: int) -> int:
     """Scratch floats of attention: the scores of ATTEND_ROWS rows in each thread, as in attention.c."""
     return ATTEND_ROWS * threads * (longest + 7 & ~7)

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from twoscale.engine.kernels.base import Interrupt
-from twoscale.engine.kernels.library import Drafter, DraftStage, OutputHead, empty_floats, pointer, score_floats, threads_to_use
+from twoscale.engine.kernels.library import (
+    Drafter,
+    DraftStage,
+    OutputHead,
+    empty_floats,
+    pointer,
+    sample_floats,
+    score_floats,
+    threads_to_use,
+)
 from twoscale.engine.kernels.native_rows import EmbedRows, NativeStageKernels
 from twoscale.model import LoopGroup
 
@@ -65,7 +74,7 @@ class NativeDrafts:
         stages = (DraftStage * len(self.stages))(*[self._stage(i, cache, ctypes.addressof(kv)) for i in range(len(self.stages))])
         threads, stops = threads_to_use(), (ctypes.c_int64 * len(sampling.stops))(*sampling.stops)
         V, C = config.vocab_size, config.n_embd
-        size = 4 * C + self.head.out_features + 3 * V + 2 * -(-V // 64) + 16 + self.scratch_per_row + score_floats(threads, end)
+        size = 4 * C + self.head.out_features + sample_floats(V) + self.scratch_per_row + score_floats(threads, end)
         scratch = empty_floats(size)
         cos, sin = (None, None) if self.rope is None else (pointer(table, table.numel()) for table in self.rope)
         drafter = Drafter(

@@ -364,10 +364,12 @@ typedef struct {
     int32_t *finite;
 } Samples;
 
+static inline long sample_floats(int V) { return 3L * V + 2L * ((V + TILE - 1) / TILE) + 16; } /* scratch memory of a thread */
+
 static void sample_task(const void *arguments, Thread *self) {
     const Samples *a = arguments;
     int V = a->V, tiles = (V + TILE - 1) / TILE;
-    float *mine = a->scratch + self->index * (3L * V + 2L * tiles + 16), *rest = mine + 2L * V + 16;
+    float *mine = a->scratch + self->index * sample_floats(V), *rest = mine + 2L * V + 16;
     Row row = {.V = V, .tiles = tiles, .candidates = (Candidate *)mine, .weights = rest, .tile_max = rest + V, .sums = rest + V + tiles};
     Phase phase = begin_phase(self, a->n, 1);
     while (claim(self, &phase))
@@ -380,7 +382,7 @@ static void sample_task(const void *arguments, Thread *self) {
 
 /* Tokens (n) from logits (n, V). temperature 0: the largest logit, the smallest token among equals. top_k 0 and top_p 1: no limit. u holds
  * a uniform number in (0, 1) for each row. finite[t] is 0 if row t has a logit that is infinite or NaN; its token is then 0. `scratch` holds
- * 3 V + 2 ceil(V / 64) + 16 floats for each thread. */
+ * sample_floats(V) floats for each thread (the same in library.py). */
 void sample(int threads, int n, int V, const float *logits, const float *temperature, const int32_t *top_k, const double *top_p, const double *u,
             float *scratch, int64_t *tokens, int32_t *finite) {
     Samples a = {n, V, logits, temperature, top_k, top_p, u, scratch, tokens, finite};
