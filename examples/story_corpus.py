@@ -32,9 +32,12 @@ def sound(text: str) -> bool:
     return text.endswith((".", "!", "?", '"')) and all(c.isprintable() or c == "\n" for c in text) and "<" not in text
 
 
-def write_batch(model: twoscale.LoopedGPT, pieces: list[bytes], number: int, rows: int, temperature: float) -> list[str]:
-    length = model.config.block_size - 1
-    gen = twoscale.generate(model, [[BEGIN]] * rows, length, temperature=temperature, seed=number, stop=ENDS)
+def write_batch(model: twoscale.LoopedGPT, pieces: list[bytes], number: int, args: argparse.Namespace) -> list[str]:
+    """The stories of one batch: `args.rows` draws of the teacher with the batch's number as the seed, less what is not kept."""
+    gen = twoscale.generate(
+        model, [[BEGIN]] * args.rows, model.config.block_size - 1, temperature=args.temperature, top_p=args.top_p, seed=number, stop=ENDS,
+        kv_dtype=args.kv_dtype,
+    )  # fmt: skip
     ended = [t for t, why in zip(gen.tokens, gen.finish_reasons, strict=True) if why == "stop" and len(t) > SHORTEST]
     return [text for text in (spell(t, pieces) for t in ended) if sound(text)]
 
@@ -47,8 +50,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.95)
+    parser.add_argument("--top-p", type=float, default=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="fp32", help="of the teacher's weights; w8a8 is the fastest")
+    parser.add_argument("--kv-dtype", default="fp32", help="of keys and values; with bf16 attention reads half the bytes")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, _ = twoscale.load(args.teacher, dtype=args.dtype)
@@ -59,7 +64,7 @@ def main() -> None:
         file = args.out / f"stories-{number:06}.txt"
         if not file.exists():
             started = time.perf_counter()
-            stories = write_batch(model, pieces, number, args.rows, args.temperature)
+            stories = write_batch(model, pieces, number, args)
             part = file.with_suffix(".part")
             part.write_text("".join(f"{text}\n<|endoftext|>\n" for text in stories))
             os.replace(part, file)
