@@ -84,5 +84,10 @@ def test_loops_grow() -> None:
     c = dataclasses.replace(presets.tiny().train, steps=100, loops_ramp=50)
     assert [c.mean_loops(step, 9) for step in (0, 25, 50, 99)] == [1, 5, 9, 9]
     assert dataclasses.replace(c, loops_ramp=0).mean_loops(0, 9) == 9
+    held = dataclasses.replace(c, loops_start=3, loops_hold=40)
+    assert [held.mean_loops(step, 9) for step in (0, 39, 40, 65, 90, 99)] == [3, 3, 3, 6, 9, 9]
+    assert [dataclasses.replace(held, loops_ramp=0).mean_loops(step, 9) for step in (39, 40)] == [3, 9]
     with pytest.raises(UserError, match="loops_ramp"):
         dataclasses.replace(c, loops_ramp=101)
+    with pytest.raises(UserError, match="loops_ramp"):
+        dataclasses.replace(held, loops_ramp=61)

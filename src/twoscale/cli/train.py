@@ -24,7 +24,7 @@ from twoscale.config.run_folder import RunFolder
 class TrainArgs:
     """Train a looped GPT. The same command in the same folder goes on where it stopped."""
 
-    preset: Literal["nano", "tiny", "huginn", "small", "paper", "hops", "carry", "hops-paper"] = "tiny"
+    preset: Literal["nano", "tiny", "huginn", "small", "stories", "paper", "hops", "carry", "hops-paper"] = "tiny"
     """The settings to start from; every one of them can be changed below. With --task and without --preset: the task's own."""
     out: Path | None = None
     """Folder of the run; runs/NAME by default."""
@@ -141,9 +141,9 @@ def _fit_schedule(preset: RunConfig, args: list[str]) -> RunConfig:
     if not c.loops_ramp or not (steps.isascii() and steps.isdigit() and int(steps)):
         return preset
     share = int(steps) / c.steps
-    warmup, ramp = int(c.warmup_steps * share), int(c.loops_ramp * share)
+    warmup, hold, ramp = (int(n * share) for n in (c.warmup_steps, c.loops_hold, c.loops_ramp))
     decay = None if c.decay_steps is None else max(1, int(c.decay_steps * share))
-    return replace(preset, train=replace(c, steps=int(steps), warmup_steps=warmup, loops_ramp=ramp, decay_steps=decay))
+    return replace(preset, train=replace(c, steps=int(steps), warmup_steps=warmup, loops_hold=hold, loops_ramp=ramp, decay_steps=decay))
 
 
 def _like(preset: RunConfig, init: str) -> RunConfig:

@@ -87,8 +87,12 @@ class TrainConfig:
     """The rate ends at this share of its peak."""
     decay_steps: int | None = None
     """None: a cosine over the whole run. A number: the rate stays at its peak and falls linearly in the last so many steps."""
+    loops_start: int = 1
+    """The mean number of loops at the start; only read with loops_hold or loops_ramp."""
+    loops_hold: int = 0
+    """The mean number of loops stays at loops_start for so many steps before it grows."""
     loops_ramp: int = 0
-    """The mean number of loops grows from 1 to model.mean_loops over so many steps; early steps are then cheap."""
+    """The mean number of loops grows from loops_start to model.mean_loops over so many steps; early steps are then cheap."""
     seed: int = 0
     """Seeds the weights, the data order, the loop counts and the start states."""
     eval_interval: int = 1000
@@ -152,7 +156,9 @@ class TrainConfig:
         _range("min_lr_ratio", self.min_lr_ratio, 0, 1)
         _range("clip", self.clip, 0, 1e6)
         _range("seed", self.seed, 0, 2**31 - 1)
-        _range("loops_ramp", self.loops_ramp, 0, self.steps)
+        _range("loops_start", self.loops_start, 1, 1000)
+        _range("loops_hold", self.loops_hold, 0, self.steps)
+        _range("loops_ramp", self.loops_ramp, 0, self.steps - self.loops_hold)
         _range("geometry_interval", self.geometry_interval, 0, 2**40)
         _range("geometry_loops", self.geometry_loops, 1, 1000)
         _range("staircase_loops", self.staircase_loops, 1, 1000)
@@ -169,7 +175,10 @@ class TrainConfig:
 
     def mean_loops(self, step: int, full: int) -> float:
         """The mean number of loops at a step, where `full` is the model's own."""
-        return full if step >= self.loops_ramp else 1 + (full - 1) * step / self.loops_ramp
+        grown = step - self.loops_hold
+        if grown >= self.loops_ramp:
+            return full
+        return self.loops_start + (full - self.loops_start) * max(0, grown) / max(1, self.loops_ramp)
 
     def lr_scale(self, step: int) -> float:
         """The share of the peak rate at a step: linear warm-up, then down to min_lr_ratio by a cosine, or late and in a line."""
