@@ -11,10 +11,11 @@ import torch
 import twoscale
 from conftest import CommandLine, nano_run
 from families import llama, with_tokenizer
-from twoscale.config import ModelConfig, UserError
+from twoscale.config import DataConfig, ModelConfig, UserError
 from twoscale.config.groups import parse_groups
-from twoscale.data import IncrementalDecoder, Tokenizer
-from twoscale.interop.convert import looped, suggested_groups
+from twoscale.data import IncrementalDecoder, Tokenizer, source_name
+from twoscale.interop.convert import convert, looped, suggested_groups
+from twoscale.interop.export import export
 from twoscale.train import start_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
@@ -88,6 +89,24 @@ def test_looped_models_become_runs(tmp_path: Path, shards: Path, cli: CommandLin
         assert code == 2 and "another tokenizer" in err and not (tmp_path / "wrong" / "checkpoints").exists()
     code, _, err = cli("train", "--resume", tmp_path / "again")
     assert code == 2 and "--init" in err
+
+
+def test_text_that_comes_with_a_model(tmp_path: Path, trained: Path) -> None:
+    """A model that comes with held-out text of its kind is measured on it, unless another text is asked for."""
+    folder = export(trained, tmp_path / "model", code=False)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["training"]["text"] = "letters"
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "heldout").mkdir()
+    letters = "".join(f"Dear friend {i}, the sea is calm and the ship is late. Yours, {i}\n<|endoftext|>\n" for i in range(400))
+    (folder / "heldout" / "letters.txt").write_text(letters)
+    own = convert(folder, tmp_path / "own")
+    assert source_name(own / "data") == "letters.txt"
+    about = json.loads((own / "source.json").read_text())
+    assert (about["trained_on"], about["same_kind"]) == ("letters", True)
+    other = convert(folder, tmp_path / "other", data=DataConfig(max_documents=40))
+    about = json.loads((other / "source.json").read_text())
+    assert source_name(other / "data") == "builtin" and about["same_kind"] is False
 
 
 def test_whole_or_not_at_all(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,11 @@ class RunFolder:
         return self.path / "data_dir.json"
 
     @property
+    def heldout(self) -> Path:
+        """Of a model by itself: text files of the kind that it was trained on, which it did not see."""
+        return self.path / "heldout"
+
+    @property
     def source(self) -> Path:
         """The model that the run was converted from."""
         return self.path / "source.json"

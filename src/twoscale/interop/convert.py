@@ -25,7 +25,7 @@ from twoscale.data import Tokenizer, prepare
 from twoscale.data.prepare import Progress, prepared_config, quiet
 from twoscale.geometry.probe import write_record
 from twoscale.interop import measured
-from twoscale.interop.load import BUNDLED, find, load, progress_of, recipe_of
+from twoscale.interop.load import find, load, noted_training, progress_of, recipe_of
 from twoscale.model import LoopedGPT, allocate
 from twoscale.tasks.file import load_task, save_task
 from twoscale.tasks.staircase import load_staircase
@@ -35,7 +35,6 @@ from twoscale.train.run import note_data
 WINDOW = 1024  # tokens; a whole context of a published model would be gigabytes of states
 HELD_OUT = 0.5  # of the text, for a model that was not trained on it
 OWN_TEXT = "text of its own"  # what geometry that comes with a model was measured on, where it does not say
-TRAINED_ON = "web pages (US Government, open documentation and handbooks) and books in the public domain"  # the bundled model
 Inject = Literal["concat", "none"]
 
 
@@ -53,8 +52,8 @@ def convert(
 ) -> Path:
     """Make the run and return its folder: whole, or not at all.
 
-    Its held-out text is `data_dir`, or made from `data` (by default `builtin`). With rotary positions `block_size` may shorten the
-    context that is measured with (by default to 1024 tokens).
+    Its held-out text is `data_dir`, or made from `data`: by default the text that comes with the model, else `builtin`. With rotary
+    positions `block_size` may shorten the context that is measured with (by default to 1024 tokens).
     """
     folder = find(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -75,7 +74,9 @@ def convert(
     if task is not None and (groups or data is not None or data_dir is not None):
         raise UserError(f"{folder} is a model of the task {task.name}, which makes its own samples: omit data and groups")
     model.config = _shortened(model.config, block_size)
-    prepared = dataclasses.replace(data or DataConfig(val_fraction=HELD_OUT), tokenizer=str(folder.resolve()))
+    own_text = heldout_text(folder)
+    default = DataConfig(source=str(own_text or "builtin"), val_fraction=HELD_OUT)
+    prepared = dataclasses.replace(data or default, tokenizer=str(folder.resolve()))
     settings = prepared if data_dir is None else prepared_config(data_dir)
     if data_dir is not None and Tokenizer.load(data_dir).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{data_dir} was made with another tokenizer than the model's: prepare the text with --tokenizer {folder}")
@@ -104,9 +105,10 @@ def convert(
             write_record(aside, {"source": OWN_TEXT} | record)
         ckpt.save_checkpoint(RunFolder(aside).checkpoints, config, reached, ckpt.model_tensors(model), {}, tokenizer)
         about = {"path": str(folder.resolve()), "config": fingerprint(folder / ckpt.CONFIG), "recipe": recipe is not None}
-        about |= {"trained_on": TRAINED_ON} if folder == BUNDLED else {}
-        own_text = data is None and data_dir is None and block_size is None and not groups and loops is None
-        if own_text and task is None and measured.unpack(folder, aside):
+        as_it_came = data is None and data_dir is None and block_size is None and not groups and loops is None
+        if isinstance(trained_on := noted_training(folder).get("text"), str):
+            about |= {"trained_on": trained_on, "same_kind": data is None and data_dir is None and own_text is not None}
+        if as_it_came and task is None and measured.unpack(folder, aside):
             about |= {"measured": fingerprint(RunFolder(aside).sweep)}
         write_json(RunFolder(aside).source, about)
         if out.exists():
@@ -117,6 +119,12 @@ def convert(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
+
+
+def heldout_text(folder: Path) -> Path | None:
+    """Text that comes with a model, held out from its training: the file, or the folder where there are several; None without any."""
+    files = sorted(p for p in RunFolder(folder).heldout.glob("*") if p.is_file())
+    return (files[0] if len(files) == 1 else RunFolder(folder).heldout).resolve() if files else None
 
 
 def converted_from(run: Path, source: str | Path) -> bool:

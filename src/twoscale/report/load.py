@@ -42,6 +42,8 @@ class RunFiles:
     """Whether the model was trained elsewhere, on other text than it is measured on."""
     trained_on: str | None = None
     """What a converted model was trained on, where that is known."""
+    same_kind: bool = False
+    """Whether it is measured on text of the kind that it was trained on, which it did not see."""
     staircase: Staircase | None = None
     """staircase.json: accuracy by true depth and steps, in a run on a task."""
     shipped: bool = False
@@ -105,7 +107,10 @@ class RunFiles:
         words = f"trained with {self.made_with} for {plural(self.last['step'], 'step')} ({tokens})"
         if not self.converted or self.config.task != "none":
             return f"{words} on {self._source(self.geometry[0])}"
-        return f"{words} {f'on {self.trained_on}' if self.trained_on else 'elsewhere'}, not on the text that it is measured on here"
+        where = f"on {self.trained_on}" if self.trained_on else "elsewhere"
+        if self.same_kind:
+            return f"{words} {where}, and measured here on text of that kind that it has not seen"
+        return f"{words} {where}, not on the text that it is measured on here"
 
 
 def load_run(folder: Path) -> RunFiles:
@@ -133,6 +138,7 @@ def load_run(folder: Path) -> RunFiles:
         recipe=source.get("recipe", True) is True,
         converted=bool(source),
         trained_on=on if isinstance(on := source.get("trained_on"), str) else None,
+        same_kind=source.get("same_kind") is True,
         staircase=load_staircase(folder),
         shipped=came_with_model(folder),
         depth=depth,
