@@ -18,8 +18,8 @@ from twoscale import UserError, exits
 from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
 from twoscale.engine.adaptive import Chooser, Estimates, estimates_of
 from twoscale.engine.cache import bytes_per_token
-from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.library import c_library
+from twoscale.engine.kernels.native_decode import Decoded, NativeSequence
 from twoscale.engine.kernels.quantize import quantize
 from twoscale.engine.request import Request, SamplingParams, loop_params
 from twoscale.engine.scheduler import Scheduler, run_until_done
@@ -52,11 +52,13 @@ def model_of(layout: str, seed: int) -> LoopedGPT:
 
 
 class Recorder:
-    """The logits of every token of the requests of a scheduler, and the caches between its steps."""
+    """The logits of every token of the requests of a scheduler, and the caches between its steps. Tokens that are decoded in one call (see
+    test_single.py) show no logits, so each is a pass here."""
 
     def __init__(self, scheduler: Scheduler, requests: list[Request]) -> None:
         self.logits: list[list[torch.Tensor]] = [[] for _ in requests]
         self.caches: list[dict[int, list[torch.Tensor]]] = [{} for _ in requests]
+        scheduler._decode_alone = lambda: False  # type: ignore[method-assign]
         for request in requests:
             scheduler.add(request)
             request.append = self._append(request)  # type: ignore[method-assign]
@@ -195,18 +197,19 @@ def test_golden(folder: str, loops: int, speculate: str) -> None:
 )
 def test_drafts_in_one_call(layout: str, dtype: WeightDtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens that the kernel drafts are those of passes of one row, and so is what is counted of them."""
-    model, real, drafted = model_of(layout, 1), Engine.draft, list[list[int]]()
+    model, real, drafted = model_of(layout, 1), NativeSequence.decode, list[list[int]]()
     model = model if dtype == "fp32" else quantize(model, dtype)
 
-    def draft(engine: Engine, *arguments: Any) -> list[int] | None:
-        tokens = real(engine, *arguments)
-        drafted.append(tokens or [])
-        return tokens
+    def decode(sequence: NativeSequence, *arguments: Any) -> Decoded:
+        decoded = real(sequence, *arguments)
+        if sequence.is_draft:
+            drafted.append(decoded.tokens)
+        return decoded
 
     for sampling in (SamplingParams(0.0, max_new_tokens=20), SamplingParams(0.9, top_k=7, top_p=0.9, max_new_tokens=20, seed=3)):
         results, counters = [], []
-        for method in (draft, lambda *_: None):
-            monkeypatch.setattr(Engine, "draft", method)
+        for method in (decode, lambda *_: Decoded([], [])):
+            monkeypatch.setattr(NativeSequence, "decode", method)
             request = Request(
                 [1, 5, 2], dataclasses.replace(sampling, stop_token_ids=frozenset({4})), loop_params(model, loops=6), speculate=Draft(5)
             )

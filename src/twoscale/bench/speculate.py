@@ -20,7 +20,7 @@ from twoscale.engine import LoopRows, Request, SamplingParams, Scheduler, loop_p
 from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import NO_INTERRUPT
-from twoscale.engine.kernels.native_draft import DraftSampling
+from twoscale.engine.kernels.native_decode import SequenceSampling
 from twoscale.engine.rows import Rows, make_part
 from twoscale.engine.scheduler import run_until_done
 from twoscale.engine.speculation import NO_SPECULATION_STATS, OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
@@ -107,7 +107,17 @@ class PassCosts:
             raise UserError(f"the context of {model.config.block_size} tokens is too short for this bench")
         self.engine.run([(0, self.cache, [1] * length)])
         self.length = length
-        self.one = self._pass(self.cache, 1)
+        self.one = self._token(self.cache)
+
+    def _token(self, cache: Cache, is_draft: bool = False) -> float:
+        """Seconds of a token of a sequence that is alone: in one call for several of them if the kernels can, else of a pass."""
+        decoder = self.engine.decoder
+        sequence = None if decoder is None else decoder.sequence(cache, SequenceSampling(0.0, 0, 1.0, ()), is_draft)
+
+        def work() -> int:
+            return 0 if sequence is None else len(sequence.decode(2, [0.5] * DRAFTED, NO_INTERRUPT).tokens)
+
+        return _least(work, self.repeats) / DRAFTED if work() == DRAFTED else self._pass(cache, 1)
 
     def _pass(self, cache: Cache, rows: int) -> float:
         """Seconds of a pass of `rows` tokens at once, which are then rewound: the least of several."""
@@ -124,10 +134,7 @@ class PassCosts:
 
     def draft(self, steps: int) -> float:
         """The cost of a drafted token with at most `steps` loop steps in each group."""
-        cache, sampling = self.cache.view(draft_params(self.params, steps)), DraftSampling(0.0, 0, 1.0, [0.5] * DRAFTED, ())
-        if self.engine.draft(cache, 2, sampling, NO_INTERRUPT) is None:  # not in one call
-            return self._pass(cache, 1) / self.one
-        return _least(lambda: self.engine.draft(cache, 2, sampling, NO_INTERRUPT), self.repeats) / DRAFTED / self.one
+        return self._token(self.cache.view(draft_params(self.params, steps)), is_draft=True) / self.one
 
     @torch.inference_mode()
     def apart(self, rows: int) -> float:

@@ -166,6 +166,14 @@ class Chooser:
         self._backoff_left = self._backoff = min(MAX_BACKOFF, 2 * self._backoff + 1) if best == OFF else 0
         return best
 
+    def skip(self, n: int) -> int:
+        """How many of the next n cycles are without guesses in any case; they count as chosen."""
+        skipped = min(n, self._backoff_left)
+        self.estimates.cycles += skipped
+        self._backoff_left -= skipped
+        self._unguessed += skipped
+        return skipped
+
 
 def guess_kind(method: Speculation) -> str:
     """The name under which acceptances of a method are counted: drafts with the same number of loop steps, or lookups."""

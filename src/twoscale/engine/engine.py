@@ -19,8 +19,6 @@ from torch import Tensor
 
 from twoscale.engine.cache import Cache
 from twoscale.engine.kernels import InferenceCopy, KernelName, TorchKernels, optimize_for_inference
-from twoscale.engine.kernels.base import Interrupt
-from twoscale.engine.kernels.native_draft import DraftSampling
 from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows
 from twoscale.model import LoopedGPT, StateNoise
@@ -63,7 +61,8 @@ class Engine:
         self.stage_kernels = [
             self.kernels.stage_kernels(stage, first) for stage, first in zip(self.stages, self.first_layers, strict=False)
         ]
-        self._drafts = self.kernels.drafts(self)
+        self.decoder = self.kernels.decoder(self)
+        """Decodes several tokens of one sequence in one call of a kernel; None: every token is a pass."""
         self.source_model = model
         """The model that the engine was made from; `model` is its inference copy."""
 
@@ -136,12 +135,17 @@ class Engine:
             tables[group] = self.noise(seed)(group, all_positions, self.config.n_embd).to(self._like)
         return tables[group]
 
-    def draft(self, cache: Cache, token: int, sampling: DraftSampling, interrupt: Interrupt) -> list[int] | None:
-        """Tokens after `token`, one after the other, in one call of a kernel; None if the kernels cannot: see `NativeDrafts.draft`."""
-        tokens = None if self._drafts is None else self._drafts.draft(cache, token, sampling, interrupt)
-        for group, steps in enumerate(cache.loop_params.loops):
-            self.loop_steps[group] += steps * len(tokens or ())
-        return tokens
+    def layer_applications(self, steps: Sequence[int]) -> int:
+        """The layers that are applied to a row with these loop steps in each group."""
+        return sum(len(layers) * (1 if group is None else steps[group]) for layers, group in self.config.stages)
+
+    def count_steps(self, steps: Sequence[Sequence[int]]) -> int:
+        """Count the loop steps of rows that were computed outside of `batch`, one entry for each; returns their number of stage passes."""
+        for of_row in steps:
+            for group, n in enumerate(of_row):
+                self.loop_steps[group] += n
+        plain_stages = len(self.stages) - self.config.n_groups
+        return sum(plain_stages + sum(of_row) for of_row in steps)
 
     @torch.inference_mode()
     def run(

@@ -215,9 +215,10 @@ class Request(ShortRepr):
         """Sampling parameters and random key of its next token, or of the one `ahead` places later."""
         return SamplingKey(self.sampling, self.sample_index, len(self.tokens) + ahead)
 
-    def append(self, token: int, logits: Tensor, steps: tuple[int, ...]) -> None:
-        """Append a token that was sampled from logits (V,)."""
+    def append(self, token: int, logits: Tensor | None, steps: tuple[int, ...]) -> None:
+        """Append a token that was sampled from logits (V,), which may be None if no log-probabilities are requested."""
         if self.sampling.logprobs is not None:
+            assert logits is not None
             log_probs = logits.log_softmax(dim=-1)
             best = log_probs.topk(min(self.sampling.logprobs, len(log_probs)))
             pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 from twoscale.engine.kernels import Kernels
 from twoscale.engine.rows import Part, Rows
 from twoscale.exits import Rule, RuleState
-from twoscale.exits.rule import Numbers, UpdateNormsFunction
+from twoscale.exits.rule import Numbers, UpdateNormsFunction, condition_for
 from twoscale.exits.statistics import Condition
 
 # (rows, states (n, C), kind) -> logits (n, V) for the kinds "lens" and "coda", exit probabilities (n,) for "gate"; see `LoopRows._read`
@@ -125,15 +125,11 @@ class LoopExitRules:
                 self.previous_updates = PreviousUpdates(self.kernels)
             same_rule = next((entry for entry in self.by_rule if _same(entry.rule, rule)), None)
             if same_rule is None:
-                self.by_rule.append(RowsOfRule(rule, new, self._condition(rule), self.kernels))
+                condition = None if rule is None else condition_for(rule, self.group, self.width)
+                self.by_rule.append(RowsOfRule(rule, new, condition, self.kernels))
             else:
                 same_rule.admit(new)
         self._clear_views()
-
-    def _condition(self, rule: Rule | None) -> Condition | None:
-        """The condition of a rule, if it has one for states of this width."""
-        condition = None if rule is None else rule.condition(self.group)
-        return None if condition is None or condition.width not in (None, self.width) else condition
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows with these indices (ascending int64)."""

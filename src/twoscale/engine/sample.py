@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from twoscale.engine.kernels.library import Library, c_library, empty_floats, pointer, sample_floats, threads_to_use
-from twoscale.engine.kernels.native_draft import DraftSampling
+from twoscale.engine.kernels.native_decode import SequenceSampling
 from twoscale.engine.request import SamplingKey, SamplingParams
 
 _MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
@@ -46,7 +46,7 @@ def _sample_native(library: Library, logits: Tensor, keys: Sequence[SamplingKey]
     temperature = (ctypes.c_float * n)(*[_temperature(p) for p in params])
     top_k = (ctypes.c_int32 * n)(*[min(p.top_k or 0, V) for p in params])
     top_p = (ctypes.c_double * n)(*[_top_p(p) for p in params])
-    u = (ctypes.c_double * n)(*[_uniform(key) for key in keys])
+    u = (ctypes.c_double * n)(*[uniform_number(key) for key in keys])
     tokens, finite = (ctypes.c_int64 * n)(), (ctypes.c_int32 * n)()
     threads = min(n, threads_to_use())
     size = threads * sample_floats(V)
@@ -64,15 +64,14 @@ def _top_p(params: SamplingParams) -> float:
     return 1.0 if params.top_p is None else params.top_p
 
 
-def _uniform(key: SamplingKey) -> float:
+def uniform_number(key: SamplingKey) -> float:
+    """The number that the token is drawn by; not random without temperature."""
     return key.uniform if key.sampling.temperature else 0.5
 
 
-def draft_sampling(keys: Sequence[SamplingKey], V: int) -> DraftSampling:
-    """The sampling of successive tokens of one request, for `Engine.draft`."""
-    params = keys[0].sampling
-    uniform = [_uniform(key) for key in keys]
-    return DraftSampling(_temperature(params), min(params.top_k or 0, V), _top_p(params), uniform, sorted(params.stop_token_ids))
+def sequence_sampling(params: SamplingParams, V: int) -> SequenceSampling:
+    """The sampling parameters of one request, for `NativeDecoder.sequence`."""
+    return SequenceSampling(_temperature(params), min(params.top_k or 0, V), _top_p(params), sorted(params.stop_token_ids))
 
 
 def _sample_torch(logits: Tensor, keys: Sequence[SamplingKey]) -> Sampled:

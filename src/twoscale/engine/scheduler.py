@@ -33,6 +33,7 @@ from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.policy import policy_of
 from twoscale.engine.request import Request, SamplingKey
 from twoscale.engine.sample import Sampled, sample
+from twoscale.engine.single import SingleRequest
 from twoscale.engine.speculation import OFF
 from twoscale.engine.speculator import Speculator
 from twoscale.engine.wavefront import Wave
@@ -87,6 +88,8 @@ class Scheduler:
         """The running requests that have tokens in a batch; the others are unbatched."""
         self._speculators: dict[Request, Speculator] = {}
         """The running requests that speculate."""
+        self._single: SingleRequest | None = None
+        """The request that decodes alone now."""
         self._new_arrivals = Interrupt()
         self._lock = threading.Lock()
 
@@ -121,7 +124,7 @@ class Scheduler:
         with self._lock:
             requests = [*self.running, *self.waiting]
             self.running, self.waiting, self.batches = [], deque(), []
-            self._in_batch, self._speculators = set(), {}
+            self._in_batch, self._speculators, self._single = set(), {}, None
         return requests
 
     def _bytes(self, request: Request) -> int:
@@ -143,6 +146,8 @@ class Scheduler:
             return False
         involved: Sequence[Request] = ()
         try:
+            if self._decode_alone():
+                return True
             batch, until_virtual_time = self._next_batch()
             involved = [chunk.request for chunk in batch.chunks if chunk.request is not None]
             done = self._advance(batch, until_virtual_time)
@@ -155,6 +160,27 @@ class Scheduler:
                 LOG.exception("a pass of the engine has failed")
             self._fail(involved or list(self.running), error)
         return True
+
+    def _decode_alone(self) -> bool:
+        """Decode tokens of the only running request in one call of a kernel; False if there are others, or the kernels cannot."""
+        request = self.running[0]
+        if len(self.running) > 1 or self.batches or request.in_prefill:
+            return False
+        if self._single is None or self._single.request is not request:
+            self._single = SingleRequest(self.engine, request, self._speculators.get(request))
+        with self.counters.timed():
+            tokens, steps = self._single.decode(self._new_arrivals)
+        passes = self.engine.count_steps(steps)
+        self.counters.stage_passes += passes
+        self.counters.rows += passes
+        request.request_group.virtual_time += sum(self.engine.layer_applications(of_token) for of_token in steps)
+        self.fair.virtual_time = max(self.fair.virtual_time, request.request_group.virtual_time)
+        for token, of_token in zip(tokens, steps, strict=True):
+            self._append_token(request, token, None, of_token)
+            if request.finish_reason:
+                self._finish(request, request.finish_reason)
+                break
+        return bool(tokens)
 
     def _next_batch(self) -> tuple[Batch, float]:
         """The batch to compute next, and the virtual time at which another batch is to be chosen.
@@ -280,13 +306,7 @@ class Scheduler:
             if not sampled.finite[row]:
                 self._finish(request, "error", UserError(NOT_FINITE))
                 return
-            if request.tokens:  # the first new token is sampled from the prompt's last, which is counted already
-                request.n_computed += 1
-                self.counters.processed_tokens += 1
-            request.append(sampled.tokens[row], logits[row], steps[i])
-            self.counters.tokens += 1
-            if not request.finish_reason and request.on_token is not None:
-                request.on_token(request)  # it may set `finish_reason`
+            self._append_token(request, sampled.tokens[row], logits[row], steps[i])
             if request.finish_reason or i + 1 == n or sampled.tokens[row] != tokens[i + 1]:
                 break
         if n_before > 0 and (speculator := self._speculators.get(request)) is not None:
@@ -295,6 +315,16 @@ class Scheduler:
                 self._in_batch.add(request)
         if request.finish_reason:
             self._finish(request, request.finish_reason)
+
+    def _append_token(self, request: Request, token: int, logits: Tensor | None, steps: tuple[int, ...]) -> None:
+        """Append a token that was sampled from the newest one's pass; the request may have ended then (`finish_reason`)."""
+        if request.tokens:  # the first new token is sampled from the prompt's last, which is counted already
+            request.n_computed += 1
+            self.counters.processed_tokens += 1
+        request.append(token, logits, steps)
+        self.counters.tokens += 1
+        if not request.finish_reason and request.on_token is not None:
+            request.on_token(request)  # it may set `finish_reason`
 
     def _handle_failures(self, batch: Batch) -> None:
         """End the requests of a batch that have failed. One that failed on guesses goes on without them."""
@@ -317,6 +347,7 @@ class Scheduler:
         request.ended = time.perf_counter()
         self._drop_tokens(request)
         self._speculators.pop(request, None)
+        self._single = None
         cache_bytes = sum(r.cache.nbytes for r in self.running if r.cache is not None)  # caches only grow until a request ends
         self.peak_cache_bytes = max(self.peak_cache_bytes, cache_bytes)
         self.running.remove(request)

@@ -18,7 +18,7 @@ from twoscale.engine.cache import Cache
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.request import LoopParams, Request, SamplingKey
-from twoscale.engine.sample import draft_sampling
+from twoscale.engine.sample import sequence_sampling, uniform_number
 from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront
 from twoscale.engine.wavefront import Wave
 
@@ -124,20 +124,40 @@ class Speculator:
         cache, method = self._draft_cache, self.method
         if not self._drafts_left or cache is None or self.guesses or not isinstance(method, Draft):
             return 0
-        keys = [request.sampling_key(i) for i in range(self._drafts_left)]
-        tokens = self.engine.draft(cache, request.tokens[-1], draft_sampling(keys, self.engine.config.vocab_size), interrupt)
+        decoder, vocab_size = self.engine.decoder, self.engine.config.vocab_size
+        sequence = None if decoder is None else decoder.sequence(cache, sequence_sampling(request.sampling, vocab_size), is_draft=True)
+        if sequence is None:
+            return 0
+        uniform = [uniform_number(request.sampling_key(i)) for i in range(self._drafts_left)]
+        tokens, steps = sequence.decode(request.tokens[-1], uniform, interrupt)
         if not tokens:
             return 0
         seconds, self._started = (time.perf_counter() - started) / len(tokens), None
-        loops = cache.loop_params.loops
-        for token in tokens:
+        for token, of_token in zip(tokens, steps, strict=True):
             if self._chooser is not None:
                 self._chooser.estimates.time_pass(seconds, 1, method.steps)
-            self.add_draft(token, [[steps] for steps in loops])
+            self.add_draft(token, [[n] for n in of_token])
         self._drafts_left = 0
-        layers = [len(layers) * (1 if group is None else loops[group]) for layers, group in self.engine.config.stages]
-        request.request_group.virtual_time += sum(layers) * len(tokens)
+        self.engine.count_steps(steps)
+        request.request_group.virtual_time += sum(self.engine.layer_applications(of_token) for of_token in steps)
         return request.speculation_stats.calls - calls
+
+    def begin_unguessed(self, n: int) -> int:
+        """How many of the next tokens, at most n, are decoded without guesses because no other request is running and guesses would not
+        pay, or there are none; 0 if the next cycle has guesses. Their cycles have then begun."""
+        if self._drafts_left is None:
+            self._begin_cycle(alone=True)
+        if self.guesses or self._drafts_left or isinstance(self.method, Wavefront):
+            return 0
+        return 1 if self._chooser is None else 1 + self._chooser.skip(n - 1)
+
+    def end_unguessed(self, steps: Sequence[Sequence[int]], seconds: float) -> None:
+        """Tokens were decoded without guesses, with these steps in each group and so many seconds each."""
+        if self._chooser is not None:
+            self._chooser.estimates.time_pass(seconds, 1, None)
+        calls = sum(self._plain_stages + sum(of_token) for of_token in steps)
+        self.request.speculation_stats += SpeculationStats(calls=calls)
+        self._drafts_left = None
 
     def is_draft(self, cache: Cache) -> bool:
         """Whether a pass with this cache was a draft."""

@@ -212,6 +212,12 @@ class Rule:
         return None
 
 
+def condition_for(rule: Rule, group: int, width: int) -> Condition | None:
+    """The condition of a rule in a group, if it has one for states of this width."""
+    condition = rule.condition(group)
+    return None if condition is None or condition.width not in (None, width) else condition
+
+
 @dataclass(frozen=True)
 class Threshold(Rule):
     """A rule that passes when its number lies below tau."""

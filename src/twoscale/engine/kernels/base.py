@@ -19,7 +19,7 @@ from twoscale.model.layers import MLP, Attend, Block, RMSNorm, Rope
 if TYPE_CHECKING:
     from twoscale.engine.cache import LayerCache, Positions
     from twoscale.engine.engine import Engine
-    from twoscale.engine.kernels.native_draft import NativeDrafts
+    from twoscale.engine.kernels.native_decode import NativeDecoder
     from twoscale.engine.loop import LoopRows
     from twoscale.engine.rows import Rows
 
@@ -139,8 +139,8 @@ class Kernels(ABC):
         """The kernels of a stage of the inference copy; `first_layer` is the index of its first layer in the network."""
         return StageKernels(module, first_layer)
 
-    def drafts(self, engine: "Engine") -> "NativeDrafts | None":
-        """A kernel for the drafts of speculation; None: they are passes like others."""
+    def decoder(self, engine: "Engine") -> "NativeDecoder | None":
+        """A kernel that decodes several tokens of one sequence in one call; None: every token is a pass."""
         return None
 
     @abstractmethod

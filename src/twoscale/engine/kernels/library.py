@@ -38,7 +38,7 @@ MAX_FUSED_ROWS = 512
 ATTEND_ROWS = 8
 """Rows of one sequence that attend together, as in attention.c."""
 
-_NAMES = ("team", "vector", "matmul", "rowwise", "attention", "block", "statistics", "loop", "sample", "draft", "fingerprint")
+_NAMES = ("team", "vector", "matmul", "rowwise", "attention", "block", "statistics", "loop", "sample", "decode", "fingerprint")
 SOURCES = tuple(f"{name}.c" for name in _NAMES)
 """One translation unit, in this order."""
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()
@@ -62,10 +62,10 @@ _SIGNATURES = {
     "run_stage": [_INT] + [_PTR] * 8,
     "iterate": [_INT] + [_PTR] * 3 + [_INT] * 2 + [_PTR] * 2,
     "sample": [_INT] * 3 + [_PTR] * 8,
-    "draft": [_INT, _PTR, _INT] + [ctypes.c_int64] * 2 + [_PTR] * 3,
+    "decode": [_INT, _PTR, _INT] + [ctypes.c_int64] * 2 + [_PTR] * 4,
     "fingerprints": [_INT] * 2 + [_PTR] * 3,
 }
-_RETURN_INT = ("embed", "iterate", "draft")
+_RETURN_INT = ("embed", "iterate", "decode")
 
 
 class MatrixStruct(ctypes.Structure):
@@ -167,19 +167,19 @@ class Embedding(ctypes.Structure):
     )
 
 
-class DraftStage(ctypes.Structure):
-    """The struct DraftStage of draft.c: a stage of the network for drafts."""
+class DecodeStage(ctypes.Structure):
+    """The struct DecodeStage of decode.c: a stage of the network."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "kv")),
-        *((name, ctypes.c_int32) for name in ("steps", "adds_input", "starts_with_input")),
+        *((name, ctypes.c_int32) for name in ("max_steps", "is_draft", "needs_updates", "adds_input", "starts_with_input")),
         ("norm_eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("input_weight", "start_states", "norm_gain")),
+        *((name, ctypes.c_void_p) for name in ("input_weight", "start_states", "norm_gain", "condition", "lens")),
     )
 
 
-class Drafter(ctypes.Structure):
-    """The struct Drafter of draft.c: the network, one sequence and its sampling parameters."""
+class SequenceStruct(ctypes.Structure):
+    """The struct Sequence of decode.c: the network, one sequence and its sampling parameters."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rope_size", "n_stages", "n_stops", "top_k")),

@@ -24,7 +24,7 @@ from twoscale.engine.kernels.library import (
     score_floats,
     threads_to_use,
 )  # fmt: skip
-from twoscale.engine.kernels.native_draft import NativeDrafts
+from twoscale.engine.kernels.native_decode import NativeDecoder
 from twoscale.engine.kernels.native_rows import (
     NORMS,
     EmbedRows,
@@ -220,8 +220,8 @@ class NativeKernels(TorchKernels):
     def stage_kernels(self, module: nn.Module, first_layer: int) -> StageKernels:
         return NativeStageKernels(module, first_layer, self.library)
 
-    def drafts(self, engine: "Engine") -> NativeDrafts | None:
-        return NativeDrafts.of(engine)
+    def decoder(self, engine: "Engine") -> NativeDecoder | None:
+        return NativeDecoder.of(engine)
 
     def bind(self, rows: "Rows") -> RowKernels:
         return NativeRowKernels(rows, self.library)  # type: ignore[return-value]

@@ -1,0 +1,197 @@
+"""A request that is alone is decoded several tokens at a time in one C call; tokens, steps, cache and counters are those of passes."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+
+import twoscale
+from models import LAYOUTS, loud, small_model
+from test_fused_loop import LOOPS, rules
+from twoscale import UserError, exits
+from twoscale.engine import Request, SamplingParams, Scheduler, loop_params
+from twoscale.engine.engine import Engine
+from twoscale.engine.kernels.base import Interrupt
+from twoscale.engine.kernels.library import c_library
+from twoscale.engine.kernels.native_decode import NativeDecoder, NativeSequence
+from twoscale.engine.kernels.quantize import quantize
+from twoscale.engine.sample import sequence_sampling
+from twoscale.engine.single import SingleRequest
+from twoscale.engine.speculation import Auto, Lookup
+from twoscale.model import LoopedGPT
+
+pytestmark = pytest.mark.skipif(c_library() is None, reason="there are no C kernels")
+MODELS = {name: loud(small_model(block_size=40, **changes)) for name, changes in LAYOUTS.items()}
+
+
+@contextmanager
+def by_passes() -> Iterator[None]:
+    """Every token is a pass."""
+    with mock.patch.object(NativeDecoder, "of", staticmethod(lambda engine: None)):
+        yield
+
+
+def decoded(model: LoopedGPT, prompt: list[int], sampling: SamplingParams, **how: Any) -> tuple[Any, ...]:
+    """The request, the counters and the cache, of which the last step leaves a copy."""
+    speculate = how.pop("speculate", None)
+    request = Request(prompt, sampling, loop_params(model, **how), **({} if speculate is None else {"speculate": speculate}))
+    scheduler, caches = Scheduler(model, isolate_errors=False), []
+    finish = scheduler._finish
+
+    def keep_cache(request: Request, *arguments: Any) -> None:
+        assert request.cache is not None
+        layers = [(layer, request.cache.length) for layer in request.cache.layers]
+        caches.extend(store[: layer.n_levels, :, :n].clone() for layer, n in layers for store in (layer.keys, layer.values))
+        finish(request, *arguments)
+
+    with mock.patch.object(scheduler, "_finish", keep_cache):
+        scheduler.add(request)
+        while scheduler.step():
+            pass
+    c = scheduler.counters
+    counted = c.tokens, c.processed_tokens, c.stage_passes, c.rows, c.loop_steps, request.request_group.virtual_time
+    return (request.tokens, request.steps, request.finish_reason, request.n_computed, counted), caches
+
+
+def check_same(got: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    assert got[0] == wanted[0]
+    for a, b in zip(got[1], wanted[1], strict=True):
+        assert a.shape == b.shape and torch.equal(a, b)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_layout_and_rule(data: st.DataObject) -> None:
+    """Tokens, steps, cache and counted work are those of passes, for any layout, rules, kv, sampling and stop tokens."""
+    model = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]
+    groups = model.config.n_groups
+    by_group = {g: data.draw(rules()) for g in range(groups)}
+    rule = {g: r for g, r in by_group.items() if r is not None}
+    if model.config.n_embd != 32:
+        assume(not any(isinstance(r, exits.Learned) and len(r.heads[0]) > 7 for r in rule.values()))
+    how = {
+        "exit": rule, "loops": [data.draw(st.integers(1, LOOPS)) for _ in range(groups)], "seed": data.draw(st.integers(0, 1)),
+        "kv": data.draw(st.sampled_from(["exact", "exact", "last", "ring:2"])), "kv_dtype": data.draw(st.sampled_from(["auto", "bf16"])),
+    }  # fmt: skip
+    prompt = data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=9))
+    sampling = SamplingParams(
+        data.draw(st.sampled_from([0.0, 0.9, 3.0])), data.draw(st.sampled_from([None, 7])), data.draw(st.sampled_from([None, 0.9])),
+        data.draw(st.integers(0, 3)), data.draw(st.integers(1, 41 - len(prompt))),
+        frozenset(data.draw(st.lists(st.integers(0, 63), max_size=3))),
+    )  # fmt: skip
+    got = decoded(model, prompt, sampling, **how)
+    with by_passes():
+        check_same(got, decoded(model, prompt, sampling, **how))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "w8a8"])
+def test_other_weights(dtype: Any) -> None:
+    """Weights in fewer bits too."""
+    model = quantize(MODELS["default"], dtype)
+    how = {"exit": exits.Acceleration(0.9), "loops": 6}
+    got = decoded(model, [3, 1], SamplingParams(0.8, max_new_tokens=30), **how)
+    with by_passes():
+        check_same(got, decoded(model, [3, 1], SamplingParams(0.8, max_new_tokens=30), **how))
+
+
+def test_it_is_used() -> None:
+    """A request that is alone has several tokens a call; beside another one, or with log-probabilities, every token is a pass."""
+    model, calls = MODELS["default"], list[int]()
+    real = NativeSequence.decode
+
+    def count(sequence: NativeSequence, token: int, uniform: list[float], interrupt: Interrupt) -> Any:
+        found = real(sequence, token, uniform, interrupt)
+        calls.append(len(found.tokens))
+        return found
+
+    with mock.patch.object(NativeSequence, "decode", count):
+        twoscale.generate(model, [[1, 2]], 30, loops=3)
+        assert sum(calls) == 29 and len(calls) < 15
+        calls.clear()
+        twoscale.generate(model, [[1, 2]], 8, loops=3, logprobs=2)
+        twoscale.generate(model, [[1, 2], [3]], 8, loops=3)
+        assert not calls
+
+
+def test_rules_without_a_condition() -> None:
+    """A rule that is not implemented in C decodes by passes."""
+    model = MODELS["default"]
+    params = loop_params(model, exit=exits.RandomExit(3.0), loops=5)
+    engine = Engine(model)
+    assert engine.decoder is not None
+    assert engine.decoder.sequence(engine.new_cache(8, params), sequence_sampling(SamplingParams(), 64)) is None
+    got = decoded(model, [1, 2], SamplingParams(max_new_tokens=9), exit=exits.RandomExit(3.0), loops=5)
+    with by_passes():
+        check_same(got, decoded(model, [1, 2], SamplingParams(max_new_tokens=9), exit=exits.RandomExit(3.0), loops=5))
+
+
+def test_callbacks_and_stop_strings() -> None:
+    """A callback sees one token at a time; after a stop string nothing more is computed."""
+    model, seen = MODELS["default"], list[int]()
+    request = Request([1, 2], SamplingParams(max_new_tokens=30, stop=("x",)), loop_params(model, loops=3))
+
+    def on_token(request: Request) -> None:
+        seen.append(len(request.tokens))
+        if len(request.tokens) == 11:
+            request.finish_reason = "stop"
+
+    request.on_token = on_token
+    scheduler = Scheduler(model, isolate_errors=False)
+    scheduler.add(request)
+    while scheduler.step():
+        pass
+    assert seen[:11] == list(range(1, 12)) and len(request.tokens) == 11
+    assert scheduler.engine.loop_steps == [3 * (2 + 10)] * model.config.n_groups
+
+
+def test_an_arrival_ends_the_call() -> None:
+    """A request that arrives while a call runs waits for one token, and both are then decoded in batches with the same results."""
+    model = MODELS["default"]
+    first, second = (Request([1, b], SamplingParams(max_new_tokens=30), loop_params(model, loops=4)) for b in (2, 3))
+    alone = [twoscale.generate(model, [r.prompt], 30, loops=4).tokens[0] for r in (first, second)]
+    scheduler, real, lengths = Scheduler(model, isolate_errors=False), NativeSequence.decode, list[int]()
+
+    def arrive(sequence: NativeSequence, token: int, uniform: list[float], interrupt: Interrupt) -> Any:
+        if len(uniform) > 1 and second not in (*scheduler.running, *scheduler.waiting) and not second.finish_reason:
+            scheduler.add(second)
+            found = real(sequence, token, uniform, interrupt)
+            lengths.append(len(found.tokens))
+            return found
+        return real(sequence, token, uniform, interrupt)
+
+    with mock.patch.object(NativeSequence, "decode", arrive):
+        scheduler.add(first)
+        while scheduler.step():
+            pass
+    assert lengths == [1] and [first.tokens, second.tokens] == alone
+
+
+def test_weights_that_are_not_finite() -> None:
+    """Logits that are not finite end the request with the error of a pass."""
+    model = LoopedGPT(dataclasses.replace(MODELS["default"].config), seed=1).eval()
+    with torch.no_grad():
+        model.ln_f.weight[3] = float("nan")  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="not finite"):
+        twoscale.generate(model, [[1, 2]], 8, loops=2)
+
+
+@pytest.mark.parametrize("speculate", [Auto(), Lookup(9)])
+def test_cycles_without_guesses(speculate: Any) -> None:
+    """Speculation that does not guess decodes by the same calls: same tokens, and the stage passes are counted."""
+    model = MODELS["default"]
+    plain = decoded(model, [1, 2], SamplingParams(3.0, max_new_tokens=30), loops=3)
+    used, real = list[int](), SingleRequest.decode
+
+    def count(single: SingleRequest, interrupt: Interrupt) -> Any:
+        found = real(single, interrupt)
+        used.append(len(found.tokens))
+        return found
+
+    with mock.patch.object(SingleRequest, "decode", count):
+        got = decoded(model, [1, 2], SamplingParams(3.0, max_new_tokens=30), loops=3, speculate=speculate)
+    assert got[0][0] == plain[0][0] and got[0][1] == plain[0][1] and sum(used) > 0
