@@ -8,13 +8,15 @@ oracle can take part.
 import random
 import time
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import mean, median
 
 import torch
-from torch import Tensor
 
-from twoscale.engine import Engine, loop_params
+from twoscale.engine import Engine, SamplingParams, loop_params
 from twoscale.engine.cache import Cache
+from twoscale.engine.kernels.base import NO_INTERRUPT
+from twoscale.engine.kernels.native_decode import NativeSequence
+from twoscale.engine.sample import sequence_sampling
 from twoscale.exits import Exit, Fixed
 from twoscale.model import LoopedGPT
 from twoscale.tradeoff.heldout import HeldOut
@@ -63,6 +65,7 @@ class LatencyTimer:
         windows = [(number * self.rows + row) % len(self.text.ids) for row in range(self.rows)]
         ids = self.text.ids[windows].tolist()
         caches = {name: self._prefill(name, windows, [row[: self.prompt] for row in ids]) for name in names}
+        sequences = {name: self._sequence(caches[name]) for name in names}
         seconds, steps = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         order = random.Random(number)
         for place in range(self.prompt, self.prompt + self.tokens):
@@ -71,24 +74,36 @@ class LatencyTimer:
             for repeat in range(REPEATS):
                 for name in order.sample(names, len(names)):
                     started = time.perf_counter()
-                    taken = self._one(windows, caches[name], tokens)
+                    taken = self._one(windows, caches[name], sequences[name], tokens)
                     tries[name].append(time.perf_counter() - started)
                     if repeat < REPEATS - 1:
                         for cache in caches[name]:
                             cache.rewind(cache.length - 1)  # the token is forgotten, and written again
                     else:
-                        steps[name] += float(taken.double().mean())
+                        steps[name] += mean(map(mean, taken))
             for name in names:
                 seconds[name] += median(tries[name])
         self.steps = {name: total / self.tokens for name, total in steps.items()}
         return {name: 1e3 * s / self.tokens for name, s in seconds.items()}
 
     @torch.inference_mode()
-    def _one(self, windows: Sequence[int], caches: Sequence[Cache], tokens: Sequence[int]) -> Tensor:
-        """Decode one token of every row; their steps in each group."""
+    def _one(
+        self, windows: Sequence[int], caches: Sequence[Cache], sequence: NativeSequence | None, tokens: Sequence[int]
+    ) -> Sequence[Sequence[int]]:
+        """Decode one token of every row, as the scheduler does; their steps in each group."""
+        if sequence is not None and (decoded := sequence.decode(tokens[0], [0.5], NO_INTERRUPT)).tokens:
+            caches[0].extend(1)
+            return decoded.steps
         x, steps = self.engine.run([(w, cache, [token]) for w, cache, token in zip(windows, caches, tokens, strict=True)])
         self.engine.model.head(x).argmax(dim=-1).tolist()
-        return steps
+        return steps.tolist()  # type: ignore[no-any-return]
+
+    def _sequence(self, caches: Sequence[Cache]) -> NativeSequence | None:
+        """A single row as the kernel takes it that decodes without Python; None for several rows, or if there is no such kernel."""
+        decoder = self.engine.decoder
+        if decoder is None or len(caches) > 1:
+            return None
+        return decoder.sequence(caches[0], sequence_sampling(SamplingParams(), self.engine.config.vocab_size))
 
     def _prefill(self, name: str, windows: Sequence[int], prompts: Sequence[list[int]]) -> list[Cache]:
         caches = [self.engine.new_cache(self.prompt + self.tokens, self.params[name]) for _ in windows]
