@@ -22,7 +22,7 @@ from twoscale.engine.kernels.native_decode import NativeDecoder, NativeSequence
 from twoscale.engine.kernels.quantize import quantize
 from twoscale.engine.sample import sequence_sampling
 from twoscale.engine.single import SingleRequest
-from twoscale.engine.speculation import Auto, Lookup
+from twoscale.engine.speculation import Auto, Draft, Lookup
 from twoscale.model import LoopedGPT
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="there are no C kernels")
@@ -55,7 +55,7 @@ def decoded(model: LoopedGPT, prompt: list[int], sampling: SamplingParams, **how
             pass
     c = scheduler.counters
     counted = c.tokens, c.processed_tokens, c.stage_passes, c.rows, c.loop_steps, request.request_group.virtual_time
-    return (request.tokens, request.steps, request.finish_reason, request.n_computed, counted), caches
+    return (request.tokens, request.steps, request.finish_reason, request.n_computed, counted, request.speculation_stats), caches
 
 
 def check_same(got: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
@@ -64,29 +64,70 @@ def check_same(got: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
         assert a.shape == b.shape and torch.equal(a, b)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_layout_and_rule(data: st.DataObject) -> None:
-    """Tokens, steps, cache and counted work are those of passes, for any layout, rules, kv, sampling and stop tokens."""
+def setting(data: st.DataObject) -> tuple[LoopedGPT, list[int], SamplingParams, dict[str, Any]]:
+    """A model, a prompt and parameters."""
     model = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]
     groups = model.config.n_groups
     by_group = {g: data.draw(rules()) for g in range(groups)}
     rule = {g: r for g, r in by_group.items() if r is not None}
     if model.config.n_embd != 32:
         assume(not any(isinstance(r, exits.Learned) and len(r.heads[0]) > 7 for r in rule.values()))
-    how = {
-        "exit": rule, "loops": [data.draw(st.integers(1, LOOPS)) for _ in range(groups)], "seed": data.draw(st.integers(0, 1)),
-        "kv": data.draw(st.sampled_from(["exact", "exact", "last", "ring:2"])), "kv_dtype": data.draw(st.sampled_from(["auto", "bf16"])),
-    }  # fmt: skip
+    loops = [data.draw(st.integers(1, LOOPS)) for _ in range(groups)]
+    how = {"exit": rule, "loops": loops, "seed": data.draw(st.integers(0, 1)), "kv_dtype": data.draw(st.sampled_from(["auto", "bf16"]))}
     prompt = data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=9))
     sampling = SamplingParams(
         data.draw(st.sampled_from([0.0, 0.9, 3.0])), data.draw(st.sampled_from([None, 7])), data.draw(st.sampled_from([None, 0.9])),
         data.draw(st.integers(0, 3)), data.draw(st.integers(1, 41 - len(prompt))),
         frozenset(data.draw(st.lists(st.integers(0, 63), max_size=3))),
     )  # fmt: skip
+    return model, prompt, sampling, how
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_layout_and_rule(data: st.DataObject) -> None:
+    """Tokens, steps, cache and counted work are those of passes, for any layout, rules, kv, sampling and stop tokens."""
+    model, prompt, sampling, how = setting(data)
+    how["kv"] = data.draw(st.sampled_from(["exact", "exact", "last", "ring:2"]))
     got = decoded(model, prompt, sampling, **how)
     with by_passes():
         check_same(got, decoded(model, prompt, sampling, **how))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_speculation_in_two_calls(data: st.DataObject) -> None:
+    """A cycle of one call for the drafts and one for the verification is equal to passes, cache, guesses and counted work included, and
+    tokens and steps are those of decoding without guesses."""
+    model, prompt, sampling, how = setting(data)
+    steps = data.draw(st.integers(1, 3))
+    speculate = data.draw(
+        st.sampled_from([Draft(1, steps), Draft(4, steps), Draft(15, steps), Draft(17, steps), Lookup(1, 4), Lookup(2, 15)])
+    )
+    assume(not isinstance(speculate, Draft) or model.config.n_groups > 0)
+    got = decoded(model, prompt, sampling, speculate=speculate, **how)
+    with by_passes():
+        check_same(got, decoded(model, prompt, sampling, speculate=speculate, **how))
+        plain = decoded(model, prompt, sampling, **how)
+    assert got[0][:3] == plain[0][:3]
+    for a, b in zip(got[1], plain[1], strict=True):
+        assert a.shape == b.shape and torch.equal(a, b)
+
+
+def test_verifications_are_calls() -> None:
+    """A verification of at most 16 rows is one call of the kernel, with and without a rule."""
+    model, calls, real = MODELS["default"], list[int](), NativeSequence.verify
+
+    def count(sequence: NativeSequence, tokens: list[int], uniform: list[float]) -> Any:
+        found = real(sequence, tokens, uniform)
+        calls.append(len(tokens) if found is not None else 0)
+        return found
+
+    with mock.patch.object(NativeSequence, "verify", count):
+        for rule in (None, exits.Acceleration(0.9)):
+            calls.clear()
+            twoscale.generate(model, [[1, 2]], 36, loops=5, exit=rule, speculate="draft:15")
+            assert calls and max(calls) == 16
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "w8a8"])
@@ -189,7 +230,7 @@ def test_cycles_without_guesses(speculate: Any) -> None:
 
     def count(single: SingleRequest, interrupt: Interrupt) -> Any:
         found = real(single, interrupt)
-        used.append(len(found.tokens))
+        used.append(0 if found.together else len(found.tokens))
         return found
 
     with mock.patch.object(SingleRequest, "decode", count):

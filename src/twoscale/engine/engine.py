@@ -139,8 +139,13 @@ class Engine:
         """The layers that are applied to a row with these loop steps in each group."""
         return sum(len(layers) * (1 if group is None else steps[group]) for layers, group in self.config.stages)
 
+    def count_stage_passes(self, steps: Sequence[Sequence[int]]) -> int:
+        """The stage passes of rows that go through the network together."""
+        return len(self.stages) - self.config.n_groups + sum(map(max, zip(*steps, strict=True)))
+
     def count_steps(self, steps: Sequence[Sequence[int]]) -> int:
-        """Count the loop steps of rows that were computed outside of `batch`, one entry for each; returns their number of stage passes."""
+        """Count the loop steps of rows that were computed outside of a batch, one entry for each. Returns the stages that were applied to
+        them, loop steps included."""
         for of_row in steps:
             for group, n in enumerate(of_row):
                 self.loop_steps[group] += n

@@ -168,19 +168,27 @@ class Scheduler:
             return False
         if self._single is None or self._single.request is not request:
             self._single = SingleRequest(self.engine, request, self._speculators.get(request))
+        speculator = self._speculators.get(request)
+        if speculator is not None:
+            self._draft(speculator)
         with self.counters.timed():
-            tokens, steps = self._single.decode(self._new_arrivals)
-        passes = self.engine.count_steps(steps)
-        self.counters.stage_passes += passes
-        self.counters.rows += passes
-        request.request_group.virtual_time += sum(self.engine.layer_applications(of_token) for of_token in steps)
+            computed = self._single.decode(self._new_arrivals)
+        if not computed.tokens:
+            return False
+        n_before, rows = len(request.tokens), self.engine.count_steps(computed.steps)
+        self.counters.stage_passes += self.engine.count_stage_passes(computed.steps) if computed.together else rows
+        self.counters.rows += rows
+        request.request_group.virtual_time += sum(self.engine.layer_applications(of_row) for of_row in computed.steps)
         self.fair.virtual_time = max(self.fair.virtual_time, request.request_group.virtual_time)
-        for token, of_token in zip(tokens, steps, strict=True):
+        for token, of_token in zip(computed.tokens, computed.steps, strict=False):
             self._append_token(request, token, None, of_token)
             if request.finish_reason:
-                self._finish(request, request.finish_reason)
                 break
-        return bool(tokens)
+        if computed.together and speculator is not None:
+            speculator.on_verified(len(request.tokens) - n_before, list(zip(*computed.steps, strict=True)))
+        if request.finish_reason:
+            self._finish(request, request.finish_reason)
+        return True
 
     def _next_batch(self) -> tuple[Batch, float]:
         """The batch to compute next, and the virtual time at which another batch is to be chosen.

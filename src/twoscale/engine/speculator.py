@@ -83,7 +83,9 @@ class Speculator:
             self._begin_cycle(alone)
         elif self.auto and not alone:  # another request is running, so extra rows would delay it: verify what we have
             self._drafts_left = 0
-        self._started = time.perf_counter() if alone and self.auto else None
+        self._started = None
+        if alone:
+            self.start_timer()
         if self._drafts_left:
             assert self._draft_cache is not None
             return self._draft_cache, self.guesses[-1:] or request.tokens[-1:]
@@ -150,6 +152,15 @@ class Speculator:
         if self.guesses or self._drafts_left or isinstance(self.method, Wavefront):
             return 0
         return 1 if self._chooser is None else 1 + self._chooser.skip(n - 1)
+
+    @property
+    def ready_to_verify(self) -> bool:
+        """Whether the guesses of this cycle are made and not verified yet."""
+        return bool(self.guesses) and not self._drafts_left
+
+    def start_timer(self) -> None:
+        """A pass begins while no other request is running."""
+        self._started = time.perf_counter() if self.auto else None
 
     def end_unguessed(self, steps: Sequence[Sequence[int]], seconds: float) -> None:
         """Tokens were decoded without guesses, with these steps in each group and so many seconds each."""

@@ -223,7 +223,7 @@ typedef struct {
 /* Floats from the scores of one row to those of the next: room for whole vectors. */
 static inline long score_stride(long longest) { return (longest + 7) & ~7L; }
 
-/* Rows t .. last - 1 for one head, at most ATTEND_ROWS: those of one sequence in one pass over its keys. */
+/* Rows t .. last - 1 for one head, at most ATTEND_ROWS: those of one sequence, at the same level of its cache, in one pass over its keys. */
 static void attend_rows(const Attention *a, int t, int last, int h, float *score) {
     const KVView *view = a->view;
     int H = a->H, D = a->D, end[ATTEND_ROWS];
@@ -233,7 +233,7 @@ static void attend_rows(const Attention *a, int t, int last, int h, float *score
         const float *query = a->q + t * a->q_row + (long)h * D;
         const void *keys = kv_from(format, view->keys[p], head), *values = kv_from(format, view->values[p], head);
         float *y = a->out + ((long)t * H + h) * D;
-        for (n = 0; t + n < last && view->part[t + n] == p && (!n || view->position[t + n] + 1 > end[n - 1]); n++) end[n] = (int)view->position[t + n] + 1;
+        for (n = 0; t + n < last && view->keys[view->part[t + n]] == view->keys[p] && (!n || view->position[t + n] + 1 > end[n - 1]); n++) end[n] = (int)view->position[t + n] + 1;
 #define ATTEND(FORMAT) \
     if (n == 1) attend_one(FORMAT, D, end[0], query, keys, values, score, y); \
     else attend_several(FORMAT, n, D, end, query, a->q_row, keys, values, score, score_stride(a->longest), y, (long)H * D)

@@ -29,73 +29,101 @@ typedef struct {
     const OutputHead *output_head;
     const int64_t *stops;          /* (n_stops,): tokens that end the text */
     int64_t capacity;              /* of the caches */
-    float *scratch;                /* 6 C + 2 O + sample_floats(V) floats, then the scratch memory of `block` */
+    int64_t max_rows;              /* of a pass */
+    float *scratch;                /* max_rows rows of `row_floats`, sample_floats(V) for each thread, then the scratch memory of `block` */
     double top_p;
     float temperature;
 } Sequence;
 
-/* A loop group on one row x (C), in place; returns the loop steps taken, or 0 if the cache has no level for the next one. `buffers` has
- * 5 C + O floats. */
-static int decode_group(int threads, const DecodeStage *s, const RowSet *row, float *x, const float *cos, const float *sin, float *buffers, float *scratch) {
+/* Floats of a row in the scratch memory: its state, the five buffers of a loop group, what is kept of it while others exit, and logits for
+ * exit rules and for sampling. */
+static inline long row_floats(long C, long D, long O) { return 8 * C + 2 * D + 2 * O; }
+
+/* A loop group on the rows x (n, C) of one sequence at successive positions, in place. `steps` of a row, every `stride` entries, gets its
+ * loop steps. Returns 0 if the cache has no level for a step. With a rule rows exit one by one, so each is a part of its own there. */
+static int pass_group(int threads, const DecodeStage *s, const RowSet *set, float *x, const float *cos, const float *sin, long rope_size, float *buffers,
+                      float *scratch, int32_t *steps, int stride) {
     const StageWeights *w = s->weights;
     const Condition *condition = s->condition;
-    int64_t loop_step = 0, max_steps = s->max_steps, position = row->position[0], streak = 0;
-    int64_t filled = s->kv[0]->n_levels == s->kv[0]->max_levels ? INT64_MAX : s->kv[0]->n_levels;
+    int n = set->n, apart = n > 1 && condition, n_parts = apart ? n : 1;
+    long C = w->C, all = (long)n * C, n_kv = (long)w->n_layers * n_parts;
+    int64_t levels = s->kv[0]->n_levels, filled_to = levels == s->kv[0]->max_levels ? INT64_MAX : levels;
+    int64_t loop_step[n], max_steps[n], filled[n], streak[n], part[n], capacity[n], kept_rows[3 * n];
     int32_t first_exit, no_interrupt = 0;
-    double statistic;
-    uint8_t fired = 0, exits = 0;
+    double statistics[n];
+    uint8_t fired[n], exits[n];
+    float norms[n * NORMS], *injected = buffers, *a = injected + all, *b = a + all, *previous_update = b + all, *result = previous_update + all;
+    float *kept_inputs = result + all, *lens_scratch = kept_inputs + n * (C + 2 * rope_size);
     KVPointers own[w->n_layers];
-    const KVPointers *own_pointers[w->n_layers], *const *kv = s->kv;
-    long C = w->C, size = C * sizeof(float);
-    float *injected = buffers, *a = injected + C, *b = a + C, *previous_update = b + C, *lens_scratch = previous_update + C, norms[NORMS];
-    if (s->is_draft) {
-        for (int i = 0; i < w->n_layers; i++) own[i] = *s->kv[i], own[i].n_levels = max_steps, own_pointers[i] = &own[i];
-        kv = own_pointers;
+    const KVPointers *kv[n_kv];
+    if (filled_to < 1 || (n > 1 && !condition && levels > s->max_steps)) return 0;
+    for (int i = 0; i < n; i++)
+        loop_step[i] = streak[i] = fired[i] = exits[i] = 0, max_steps[i] = s->max_steps, filled[i] = filled_to, part[i] = i, capacity[i] = set->capacity[0];
+    for (int i = 0; i < w->n_layers; i++) {
+        own[i] = *s->kv[i];
+        if (s->is_draft) own[i].n_levels = s->max_steps;
+        for (int p = 0; p < n_parts; p++) kv[i * n_parts + p] = &own[i];
     }
-    if (s->input_weight) linear(threads, 1, s->input_weight, x, injected);
-    else if (s->adds_input) memcpy(injected, x, size);
-    if (s->start_states) memcpy(x, s->start_states + position * C, size);
-    else if (!s->starts_with_input) memset(x, 0, size);
-    if (condition) for (int64_t i = 0; i < condition->remembered_size; i++) condition->remembered[i] = NAN;
-    if (s->needs_updates) for (long i = 0; i < C; i++) previous_update[i] = NAN;
-    LoopRows rows = {.x = x, .buffer_a = a, .buffer_b = b, .injected = s->input_weight || s->adds_input ? injected : 0, .cos = cos, .sin = sin, .kv = kv,
-                     .previous_update = s->needs_updates ? previous_update : 0, .norms = s->needs_updates ? norms : 0, .loop_step = &loop_step, .step_limit = &max_steps,
-                     .conditions = condition, .lens = s->lens, .lens_scratch = lens_scratch, .statistics = &statistic, .streak = &streak,
-                     .fired = &fired, .exits = &exits, .scratch = scratch, .filled = &filled};
-    if (filled < 1) return 0;
-    int steps = iterate(threads, w, row, &rows, s->max_steps, 0, &first_exit, &no_interrupt);
-    if (!exits) return 0;
-    const float *after = steps % 2 ? a : b, *before = steps == 1 ? x : steps % 2 ? b : a;
-    const float *output = fired && condition->return_previous ? before : after;
-    if (s->norm_gain) rms_norm_row(C, output, s->norm_gain, s->norm_eps, x);
-    else if (output != x) memcpy(x, output, size);
-    return steps;
+    if (s->input_weight) linear(threads, n, s->input_weight, x, injected);
+    else if (s->adds_input) memcpy(injected, x, all * sizeof(float));
+    if (s->start_states) for (int i = 0; i < n; i++) memcpy(x + i * C, s->start_states + set->position[i] * C, C * sizeof(float));
+    else if (!s->starts_with_input) memset(x, 0, all * sizeof(float));
+    if (condition) for (int64_t i = 0; i < n * condition->remembered_size; i++) condition->remembered[i] = NAN;
+    if (s->needs_updates) for (long i = 0; i < all; i++) previous_update[i] = NAN;
+    RowSet rows = apart ? (RowSet){n, n, part, capacity, set->position, set->longest} : *set;
+    LoopRows l = {.x = x, .buffer_a = a, .buffer_b = b, .injected = s->input_weight || s->adds_input ? injected : 0, .cos = cos, .sin = sin,
+                  .previous_update = s->needs_updates ? previous_update : 0, .norms = s->needs_updates ? norms : 0, .kv = kv, .loop_step = loop_step,
+                  .step_limit = max_steps, .conditions = condition, .lens = s->lens, .lens_scratch = lens_scratch, .statistics = statistics,
+                  .streak = streak, .fired = fired, .exits = exits, .scratch = scratch, .filled = filled, .result = apart ? result : 0,
+                  .kept_inputs = kept_inputs, .kept_rows = kept_rows, .rope_size = cos ? rope_size : 0};
+    int taken = iterate(threads, w, &rows, &l, s->max_steps, apart ? s->max_steps : 0, &first_exit, &no_interrupt);
+    for (int i = 0; i < n; i++)
+        if (!exits[i]) return 0;
+    const float *after = taken % 2 ? a : b, *before = taken == 1 ? x : taken % 2 ? b : a;
+    const float *output = apart ? result : fired[0] && condition->return_previous ? before : after;
+    for (int i = 0; i < n; i++) steps[i * stride] = (int32_t)loop_step[apart ? i : 0];
+    if (s->norm_gain) for (int i = 0; i < n; i++) rms_norm_row(C, output + i * C, s->norm_gain, s->norm_eps, x + i * C);
+    else if (output != x) memcpy(x, output, all * sizeof(float));
+    return 1;
 }
 
-/* At most m tokens after `token`, which is at `position`. There are fewer if one of them is a stop token, which is the last then, if a cache
- * has no level for a loop step, if logits are not finite, or if *interrupt is set. Returns their number. u holds a uniform number for each;
- * `steps` (m, n_groups) gets the loop steps of each pass. */
+/* A pass of n tokens from `position` on, and the token that is sampled after each of them. `steps` (n, n_groups) gets their loop steps. u
+ * holds a uniform number for each. Returns 0 if a cache has no level for a loop step, or a row's logits are not finite. */
+int run_pass(int threads, const Sequence *d, int n, const int64_t *tokens, int64_t position, const double *u, int64_t *sampled, int32_t *steps) {
+    int C = d->embedding->C, V = d->output_head->V, O = d->output_head->head->O, n_groups = 0, group = 0;
+    int64_t part[n], positions[n];
+    int32_t finite[n], top_k[n];
+    float temperature[n];
+    double top_p[n];
+    float *x = d->scratch, *buffers = x + (long)n * C, *logits = buffers + n * (row_floats(C, d->rope_size, O) - C - O), *sampling = logits + (long)n * O;
+    float *scratch = sampling + threads * sample_floats(V);
+    const float *cos = d->cos ? d->cos + position * d->rope_size : 0, *sin = d->sin ? d->sin + position * d->rope_size : 0;
+    RowSet set = {n, 1, part, &d->capacity, positions, position + n};
+    for (int i = 0; i < n; i++) part[i] = 0, positions[i] = position + i, temperature[i] = d->temperature, top_k[i] = d->top_k, top_p[i] = d->top_p;
+    for (int i = 0; i < d->n_stages; i++) n_groups += d->stages[i].max_steps > 0;
+    if (n > d->max_rows || !embed(n, d->embedding, tokens, positions, x)) return 0;
+    for (const DecodeStage *s = d->stages; s < d->stages + d->n_stages; s++) {
+        if (!s->max_steps) run_stage(threads, s->weights, &set, s->kv, x, cos, sin, scratch, x);
+        else if (!pass_group(threads, s, &set, x, cos, sin, d->rope_size, buffers, scratch, steps + group++, n_groups)) return 0;
+    }
+    for (int i = 0; i < n && d->output_head->gain; i++) rms_norm_row(C, x + (long)i * C, d->output_head->gain, d->output_head->eps, x + (long)i * C);
+    linear(threads, n, d->output_head->head, x, logits);
+    for (int i = 1; i < n && O > V; i++) memmove(logits + (long)i * V, logits + (long)i * O, V * sizeof(float));
+    sample(n < threads ? n : threads, n, V, logits, temperature, top_k, top_p, u, sampling, sampled, finite);
+    for (int i = 0; i < n; i++)
+        if (!finite[i]) return 0;
+    return 1;
+}
+
+/* At most m tokens after `token`, which is at `position`, each sampled from a pass of the one before. There are fewer if one of them is a stop
+ * token, which is the last then, if `run_pass` returns 0, or if *interrupt is set. Returns their number. */
 int decode(int threads, const Sequence *d, int m, int64_t token, int64_t position, const double *u, int64_t *tokens, int32_t *steps, const int32_t *interrupt) {
-    int64_t part = 0;
-    int C = d->embedding->C, V = d->output_head->V, O = d->output_head->head->O;
-    float *x = d->scratch, *buffers = x + C, *logits = buffers + 5L * C + O, *sampling = logits + O;
-    float *scratch = sampling + sample_floats(V);
-    for (int i = 0; i < m; i++, position++) {
-        RowSet row = {1, 1, &part, &d->capacity, &position, position + 1};
-        const float *cos = d->cos ? d->cos + position * d->rope_size : 0, *sin = d->sin ? d->sin + position * d->rope_size : 0;
-        int32_t finite;
-        if (!embed(1, d->embedding, &token, &position, x)) return i;
-        for (const DecodeStage *s = d->stages; s < d->stages + d->n_stages; s++) {
-            if (!s->max_steps) run_stage(threads, s->weights, &row, s->kv, x, cos, sin, scratch, x);
-            else if (!(*steps++ = decode_group(threads, s, &row, x, cos, sin, buffers, scratch))) return i;
-        }
-        if (d->output_head->gain) rms_norm_row(C, x, d->output_head->gain, d->output_head->eps, x);
-        linear(threads, 1, d->output_head->head, x, logits);
-        sample(1, 1, V, logits, &d->temperature, &d->top_k, &d->top_p, u + i, sampling, &token, &finite);
-        if (!finite) return i;
-        tokens[i] = token;
+    int n_groups = 0;
+    for (int i = 0; i < d->n_stages; i++) n_groups += d->stages[i].max_steps > 0;
+    for (int i = 0; i < m; i++, token = tokens[i - 1]) {
+        if (!run_pass(threads, d, 1, &token, position + i, u + i, tokens + i, steps + i * n_groups)) return i;
         for (int j = 0; j < d->n_stops; j++)
-            if (token == d->stops[j]) return i + 1;
+            if (tokens[i] == d->stops[j]) return i + 1;
         if (__atomic_load_n(interrupt, __ATOMIC_RELAXED)) return i + 1;
     }
     return m;

@@ -62,10 +62,11 @@ _SIGNATURES = {
     "run_stage": [_INT] + [_PTR] * 8,
     "iterate": [_INT] + [_PTR] * 3 + [_INT] * 2 + [_PTR] * 2,
     "sample": [_INT] * 3 + [_PTR] * 8,
+    "run_pass": [_INT, _PTR, _INT, _PTR, ctypes.c_int64] + [_PTR] * 3,
     "decode": [_INT, _PTR, _INT] + [ctypes.c_int64] * 2 + [_PTR] * 4,
     "fingerprints": [_INT] * 2 + [_PTR] * 3,
 }
-_RETURN_INT = ("embed", "iterate", "decode")
+_RETURN_INT = ("embed", "iterate", "run_pass", "decode")
 
 
 class MatrixStruct(ctypes.Structure):
@@ -184,7 +185,7 @@ class SequenceStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rope_size", "n_stages", "n_stops", "top_k")),
         *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin", "stages", "output_head", "stops")),
-        ("capacity", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("capacity", "max_rows")),
         ("scratch", ctypes.c_void_p),
         ("top_p", ctypes.c_double),
         ("temperature", ctypes.c_float),

@@ -1,5 +1,5 @@
-"""Tokens of one sequence in one C call (decode.c), without Python between them: the decoding of a request that is alone, and the drafts of
-speculation.
+"""Tokens of one sequence in one C call (decode.c), without Python between them: the decoding of a request that is alone, and the drafts and
+verifications of speculation.
 
 Tokens, loop steps, keys and values are those of passes of one row, bit for bit, since the kernels are the same.
 """
@@ -41,8 +41,11 @@ class SequenceSampling(NamedTuple):
     """Tokens that end the text."""
 
 
+MAX_ROWS = 16  # of a verification
+
+
 class Decoded(NamedTuple):
-    """The result of `NativeSequence.decode`."""
+    """Tokens, each sampled from a pass of the one before."""
 
     tokens: list[int]
     steps: list[tuple[int, ...]]
@@ -70,34 +73,36 @@ class NativeDecoder:
             return None
         return NativeDecoder(engine, embed)
 
-    def sequence(self, cache: "Cache", sampling: SequenceSampling, is_draft: bool = False) -> "NativeSequence | None":
-        """A sequence with its cache, for the loop parameters of the cache; None if one of its exit rules is not implemented in C."""
+    def sequence(self, cache: "Cache", sampling: SequenceSampling, is_draft: bool = False, max_rows: int = 1) -> "NativeSequence | None":
+        """A sequence with its cache, for the loop parameters of the cache; None if one of its exit rules is not implemented in C.
+
+        `max_rows` is the most rows of a verification."""
         config = self.engine.config
         rules = cache.loop_params.rules
         if any(rule is not None and condition_for(rule, g, config.n_embd) is None for g, rule in enumerate(rules)):
             return None
-        return NativeSequence(self, cache, sampling, is_draft)
+        return NativeSequence(self, cache, sampling, is_draft, max_rows)
 
 
 class NativeSequence:
     """A sequence that is decoded in C, one token after the other."""
 
-    def __init__(self, decoder: NativeDecoder, cache: "Cache", sampling: SequenceSampling, is_draft: bool) -> None:
-        self.decoder, self.cache, self.is_draft = decoder, cache, is_draft
+    def __init__(self, decoder: NativeDecoder, cache: "Cache", sampling: SequenceSampling, is_draft: bool, max_rows: int) -> None:
+        self.decoder, self.cache, self.is_draft, self.max_rows = decoder, cache, is_draft, max_rows
         config, head = decoder.engine.config, decoder.head
         self._keep_alive: list[object] = []  # C holds their addresses
         kv = (ctypes.c_void_p * len(cache.layers))(*[layer.kv_pointers_address for layer in cache.layers])
         stages = (DecodeStage * len(decoder.stages))(*[self._stage(kernels, ctypes.addressof(kv)) for kernels in decoder.stages])
         self.threads, stops = threads_to_use(), (ctypes.c_int64 * len(sampling.stops))(*sampling.stops)
-        size = 6 * config.n_embd + 2 * head.out_features + sample_floats(config.vocab_size) + decoder.scratch_per_row
-        size += score_floats(self.threads, cache.capacity)
+        per_row = 8 * config.n_embd + 2 * config.head_dim + 2 * head.out_features + decoder.scratch_per_row  # `row_floats` of decode.c
+        size = max_rows * per_row + self.threads * sample_floats(config.vocab_size) + score_floats(self.threads, cache.capacity)
         scratch = empty_floats(size)
         cos, sin = (None, None) if decoder.rope is None else (pointer(table, table.numel()) for table in decoder.rope)
         self._struct = SequenceStruct(
             rope_size=config.head_dim, n_stages=len(stages), n_stops=len(stops), embedding=decoder.embed.address, cos=cos, sin=sin,
             stages=ctypes.addressof(stages), output_head=ctypes.addressof(decoder.output_head), stops=ctypes.addressof(stops),
-            capacity=cache.capacity, scratch=pointer(scratch, size), temperature=sampling.temperature, top_k=sampling.top_k,
-            top_p=sampling.top_p,
+            capacity=cache.capacity, max_rows=max_rows, scratch=pointer(scratch, size), temperature=sampling.temperature,
+            top_k=sampling.top_k, top_p=sampling.top_p,
         )  # fmt: skip
         self._keep_alive += [kv, stages, stops, scratch]
 
@@ -112,6 +117,21 @@ class NativeSequence:
             self.threads, ctypes.addressof(self._struct), m, token, cache.length, numbers, tokens, steps, interrupt.address
         )
         return Decoded(tokens[:n], [tuple(steps[i * groups : (i + 1) * groups]) for i in range(n)])
+
+    def verify(self, tokens: Sequence[int], uniform: Sequence[float]) -> Decoded | None:
+        """A pass of several tokens, the first at the position where the cache ends, and the token that is sampled after each of them.
+
+        None if there are more than `max_rows`, if the cache is too short or has no level for a loop step yet, or if logits are not finite:
+        nothing has changed then."""
+        cache, n, groups = self.cache, len(tokens), len(self.cache.loop_params.loops)
+        if n > self.max_rows or cache.length + n > cache.capacity:
+            return None
+        fed, numbers = (ctypes.c_int64 * n)(*tokens), (ctypes.c_double * n)(*uniform)
+        sampled, steps = (ctypes.c_int64 * n)(), (ctypes.c_int32 * (n * groups))()
+        library = self.decoder.embed.library
+        if not library.run_pass(self.threads, ctypes.addressof(self._struct), n, fed, cache.length, numbers, sampled, steps):
+            return None
+        return Decoded(sampled[:], [tuple(steps[i * groups : (i + 1) * groups]) for i in range(n)])
 
     def _stage(self, kernels: NativeStageKernels, kv: int) -> DecodeStage:
         """A stage; `kv` is the address of the pointers of all layers."""
@@ -140,7 +160,7 @@ class NativeSequence:
             return
         condition = condition_for(rule, group, config.n_embd)
         assert condition is not None
-        remembered = remembered_buffer(condition, RuleState(rule).remembered, 1, config.vocab_size)
+        remembered = remembered_buffer(condition, RuleState(rule).remembered, self.max_rows, config.vocab_size)
         struct: ConditionStruct = condition_struct(condition, rule, remembered)
         stage.condition, stage.needs_updates = ctypes.addressof(struct), rule.needs_previous_update
         if condition.statistic.reads_logits:
