@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from twoscale.engine.cache import Cache
+from twoscale.engine.counters import Counters
 from twoscale.engine.kernels import InferenceCopy, KernelName, TorchKernels, optimize_for_inference
-from twoscale.engine.request import LoopParams
+from twoscale.engine.request import LoopParams, RequestGroup
 from twoscale.engine.rows import Rows
 from twoscale.model import LoopedGPT, StateNoise
 from twoscale.model.layers import Rope, rope_table
@@ -135,22 +136,17 @@ class Engine:
             tables[group] = self.noise(seed)(group, all_positions, self.config.n_embd).to(self._like)
         return tables[group]
 
-    def layer_applications(self, steps: Sequence[int]) -> int:
-        """The layers that are applied to a row with these loop steps in each group."""
-        return sum(len(layers) * (1 if group is None else steps[group]) for layers, group in self.config.stages)
-
-    def count_stage_passes(self, steps: Sequence[Sequence[int]]) -> int:
-        """The stage passes of rows that go through the network together."""
-        return len(self.stages) - self.config.n_groups + sum(map(max, zip(*steps, strict=True)))
-
-    def count_steps(self, steps: Sequence[Sequence[int]]) -> int:
-        """Count the loop steps of rows that were computed outside of a batch, one entry for each. Returns the stages that were applied to
-        them, loop steps included."""
-        for of_row in steps:
-            for group, n in enumerate(of_row):
-                self.loop_steps[group] += n
+    def count_rows(self, steps: Sequence[Sequence[int]], group: RequestGroup, counters: Counters, together: bool = False) -> None:
+        """Count rows of a request group that went through the network outside of a batch, with these loop steps in each loop group: all in
+        one pass (`together`), or each in a pass of its own."""
         plain_stages = len(self.stages) - self.config.n_groups
-        return sum(plain_stages + sum(of_row) for of_row in steps)
+        for of_row in steps:
+            for i, n in enumerate(of_row):
+                self.loop_steps[i] += n
+            group.virtual_time += sum(len(layers) * (1 if i is None else of_row[i]) for layers, i in self.config.stages)
+            counters.rows += plain_stages + sum(of_row)
+        passes = [[max(of_group) for of_group in zip(*steps, strict=True)]] if together else steps
+        counters.stage_passes += sum(plain_stages + sum(of_pass) for of_pass in passes)
 
     @torch.inference_mode()
     def run(

@@ -167,28 +167,18 @@ class Scheduler:
         if len(self.running) > 1 or self.batches or request.in_prefill:
             return False
         if self._single is None or self._single.request is not request:
-            self._single = SingleRequest(self.engine, request, self._speculators.get(request))
-        speculator = self._speculators.get(request)
-        if speculator is not None:
-            self._draft(speculator)
-        with self.counters.timed():
-            computed = self._single.decode(self._new_arrivals)
-        if not computed.tokens:
-            return False
-        n_before, rows = len(request.tokens), self.engine.count_steps(computed.steps)
-        self.counters.stage_passes += self.engine.count_stage_passes(computed.steps) if computed.together else rows
-        self.counters.rows += rows
-        request.request_group.virtual_time += sum(self.engine.layer_applications(of_row) for of_row in computed.steps)
+            self._single = SingleRequest(self.engine, request, self._speculators.get(request), self.counters)
+        single, n_before = self._single, len(request.tokens)
+        computed = single.decode(self._new_arrivals)
         self.fair.virtual_time = max(self.fair.virtual_time, request.request_group.virtual_time)
-        for token, of_token in zip(computed.tokens, computed.steps, strict=False):
-            self._append_token(request, token, None, of_token)
+        for token, steps in zip(computed.tokens, computed.steps, strict=False):
+            self._append_token(request, token, None, steps)
             if request.finish_reason:
                 break
-        if computed.together and speculator is not None:
-            speculator.on_verified(len(request.tokens) - n_before, list(zip(*computed.steps, strict=True)))
+        single.appended(computed, len(request.tokens) - n_before)
         if request.finish_reason:
             self._finish(request, request.finish_reason)
-        return True
+        return bool(computed.tokens)
 
     def _next_batch(self) -> tuple[Batch, float]:
         """The batch to compute next, and the virtual time at which another batch is to be chosen.
@@ -232,7 +222,7 @@ class Scheduler:
                 continue  # in a later batch
             speculator = None if request.in_prefill else self._speculators.get(request)
             if speculator is not None and alone:
-                self._draft(speculator)
+                speculator.draft(self._new_arrivals, self.counters)
             cache, new = (request.cache, request.next_tokens(self.prefill_chunk)) if speculator is None else speculator.next_pass(alone)
             prompt_tokens_left -= len(new) if request.in_prefill else 0
             assert cache is not None
@@ -241,14 +231,6 @@ class Scheduler:
         if entries:
             with torch.inference_mode():
                 batch.enter(entries)
-
-    def _draft(self, speculator: Speculator) -> None:
-        """Make the drafts of a request that is alone, in one call of a kernel if there is one."""
-        started = time.perf_counter()
-        passes = speculator.draft(self._new_arrivals)
-        self.counters.engine_seconds += time.perf_counter() - started
-        self.counters.stage_passes += passes
-        self.counters.rows += passes
 
     @torch.inference_mode()
     def _advance(self, batch: Batch, until_virtual_time: float) -> list[Chunk]:

@@ -8,6 +8,7 @@ such a pass.
 import time
 from dataclasses import dataclass, field
 
+from twoscale.engine.counters import Counters
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.kernels.library import threads_to_use
@@ -35,8 +36,8 @@ class Computed:
 class SingleRequest:
     """A request that decodes alone."""
 
-    def __init__(self, engine: Engine, request: Request, speculator: Speculator | None) -> None:
-        self.engine, self.request, self.speculator = engine, request, speculator
+    def __init__(self, engine: Engine, request: Request, speculator: Speculator | None, counters: Counters) -> None:
+        self.engine, self.request, self.speculator, self.counters = engine, request, speculator, counters
         self._sequence: NativeSequence | None = None
         self._seconds: float | None = None
         """Of a token, in the newest call without guesses."""
@@ -49,10 +50,17 @@ class SingleRequest:
             return Computed()
         n = self._n_tokens()
         if self.speculator is not None:
+            self.speculator.draft(interrupt, self.counters)
             n = self.speculator.begin_unguessed(n)
-            if not n:
-                return self._verify(sequence)
-        return self._decode(sequence, n, interrupt)
+        with self.counters.timed():
+            computed = self._decode(sequence, n, interrupt) if n else self._verify(sequence)
+        self.engine.count_rows(computed.steps, self.request.request_group, self.counters, computed.together)
+        return computed
+
+    def appended(self, computed: Computed, n: int) -> None:
+        """The first n tokens were appended to the request; the cache is rewound to them."""
+        if computed.together and self.speculator is not None:
+            self.speculator.on_verified(n, list(zip(*computed.steps, strict=True)))
 
     def _decode(self, sequence: NativeSequence, n: int, interrupt: Interrupt) -> Computed:
         """Tokens one after the other."""

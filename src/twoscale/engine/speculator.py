@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from twoscale.engine.adaptive import Chooser, estimates_of, guess_kind
 from twoscale.engine.cache import Cache
+from twoscale.engine.counters import Counters
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.request import LoopParams, Request, SamplingKey
@@ -117,32 +118,31 @@ class Speculator:
             self._chooser = Chooser(self.request, self.engine.config, estimates_of(self.engine.source_model, self.request))
         return self._chooser.choose(max_guesses, self._look_up)
 
-    def draft(self, interrupt: Interrupt) -> int:
-        """Make the drafts of the next cycle in one call of a kernel, if it drafts and no other request is running; returns the number of
-        stage passes. `interrupt` ends them early. Where the kernels cannot, the drafts are passes of their own: see `next_pass`."""
-        request, started, calls = self.request, time.perf_counter(), self.request.speculation_stats.calls
+    def draft(self, interrupt: Interrupt, counters: Counters) -> None:
+        """Make the drafts of the next cycle in one call of a kernel, if it drafts. No other request may be running; `interrupt` ends them
+        early. Where the kernels cannot, the drafts are passes of their own: see `next_pass`."""
+        request, started = self.request, time.perf_counter()
         if self._drafts_left is None:
             self._begin_cycle(alone=True)
         cache, method = self._draft_cache, self.method
         if not self._drafts_left or cache is None or self.guesses or not isinstance(method, Draft):
-            return 0
+            return
         decoder, vocab_size = self.engine.decoder, self.engine.config.vocab_size
         sequence = None if decoder is None else decoder.sequence(cache, sequence_sampling(request.sampling, vocab_size), is_draft=True)
         if sequence is None:
-            return 0
+            return
         uniform = [uniform_number(request.sampling_key(i)) for i in range(self._drafts_left)]
         tokens, steps = sequence.decode(request.tokens[-1], uniform, interrupt)
         if not tokens:
-            return 0
+            return
         seconds, self._started = (time.perf_counter() - started) / len(tokens), None
         for token, of_token in zip(tokens, steps, strict=True):
             if self._chooser is not None:
                 self._chooser.estimates.time_pass(seconds, 1, method.steps)
             self.add_draft(token, [[n] for n in of_token])
         self._drafts_left = 0
-        self.engine.count_steps(steps)
-        request.request_group.virtual_time += sum(self.engine.layer_applications(of_token) for of_token in steps)
-        return request.speculation_stats.calls - calls
+        self.engine.count_rows(steps, request.request_group, counters)
+        counters.engine_seconds += time.perf_counter() - started
 
     def begin_unguessed(self, n: int) -> int:
         """How many of the next tokens, at most n, are decoded without guesses because no other request is running and guesses would not
