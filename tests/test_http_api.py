@@ -211,7 +211,7 @@ def test_time_limit(loaded) -> None:  # type: ignore[no-untyped-def]
     with serving(loaded, max_num_seqs=1, timeout=1.0) as (address, server):
         scheduler = server.scheduler_thread.scheduler  # type: ignore[attr-defined]
         step = scheduler.step
-        scheduler.step = lambda: time.sleep(0.04) or step()
+        scheduler.step = lambda: time.sleep(0.25) or step()  # a step has at most 16 tokens
         ask = {"prompt": "the loop", "max_tokens": 60, "n": 2, "temperature": 0}
         status, body = post(address, json.dumps(ask).encode())
         whole = client(address).completions.create(model="nano", prompt="the loop", max_tokens=60, temperature=0, stream=True)
