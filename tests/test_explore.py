@@ -1,6 +1,7 @@
 """The explorer: what it computes equals the engine and the geometry; the page works in a real browser."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from twoscale.config import UserError
 from twoscale.engine import SamplingParams
 from twoscale.engine.request import SamplingKey
 from twoscale.engine.sample import sample
-from twoscale.explore.session import Other, Session
+from twoscale.explore.session import PROMPT, Other, Session, load_prompts
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (the extra twoscale[explore])")
 
@@ -205,6 +206,23 @@ def test_speculation(session: Session) -> None:
         assert figures.tokens_html(b, None).count(" wave") == together and "guess" not in figures.lane_words(a, race.layers)
         assert f"{b.guesses[1]} of {b.guesses[0]:,} guess" in figures.lane_words(b, race.layers)
     assert "wavefront" not in session.speculations(), "it needs one loop group"
+
+
+def test_prompts(tmp_path: Path, session: Session) -> None:
+    """Prompts that come with a model are read within bounds; the page opens with the first. A file of something else is refused."""
+    path = tmp_path / "prompts.json"
+    assert load_prompts(path) == () and session.prompts == (PROMPT,)
+    path.write_text(json.dumps(["Once upon a time", "x" * 500, *"abcdefgh"]))
+    found = load_prompts(path)
+    assert found[0] == "Once upon a time" and len(found) == 6 and len(found[1]) == 120
+    offered = Session(session.model, session.tokenizer, "nano", prompts=found)
+    from twoscale.explore.page import Settings
+
+    assert Settings.first(offered).prompt == "Once upon a time"
+    for wrong in ('{"a": 1}', "[1]", '[" "]'):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match="list of strings"):
+            load_prompts(path)
 
 
 def test_bad_input(tmp_path: Path, cli: CommandLine, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

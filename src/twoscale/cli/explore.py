@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
 def open_session(name: str, dtype: DtypeChoice = "auto", device: str = "cpu"):  # type: ignore[no-untyped-def]
     """The model with its calibration, where it has one that fits, and its task, where it was trained on one."""
     from twoscale.config.run_folder import IN_THE_PACKAGE, RunFolder
-    from twoscale.explore.session import Session
+    from twoscale.explore.session import Session, load_prompts
     from twoscale.interop import find, load
     from twoscale.tasks.file import load_task
     from twoscale.tradeoff.load_run import calibration_for
@@ -76,4 +76,5 @@ def open_session(name: str, dtype: DtypeChoice = "auto", device: str = "cpu"):  
         calibrated = calibration_for(folder, model.weight_dtype)
     except UserError:
         calibrated = None
-    return Session(model, tokenizer, name if name in IN_THE_PACKAGE else Path(folder).resolve().name, calibrated, task)
+    name = name if name in IN_THE_PACKAGE else Path(folder).resolve().name
+    return Session(model, tokenizer, name, calibrated, task, load_prompts(RunFolder(folder).prompts))

@@ -66,6 +66,11 @@ class RunFolder:
         return self.path / "heldout"
 
     @property
+    def prompts(self) -> Path:
+        """Of a model by itself: prompts that suit it, a list of strings. The explorer offers them."""
+        return self.path / "prompts.json"
+
+    @property
     def source(self) -> Path:
         """The model that the run was converted from."""
         return self.path / "source.json"

@@ -14,7 +14,6 @@ from twoscale.explore import assets, figures
 from twoscale.explore.controls import HIGH, LOW, exit_controls, loops_control, size_words, within
 from twoscale.explore.session import MAX_LOOPS, Inspection, Lane, Race, Session
 
-PROMPT = "The old man looked at the sea and"
 NEW = 60  # tokens of the example
 UPDATE = 0.05  # seconds between two looks at the texts
 CLICK_ONE = "### Click a token to see how it was chosen"
@@ -54,7 +53,7 @@ class Settings:
         """What a page opens with."""
         c = session.model.config
         loops = session.calibrated[1] if session.calibrated is not None else c.mean_loops
-        prompt = session.tokenizer.decode(session.tokenizer.encode(PROMPT)[: max(1, session.room - 1)])
+        prompt = session.tokenizer.decode(session.tokenizer.encode(session.prompts[0])[: max(1, session.room - 1)])
         new = max(1, min(NEW, session.room - len(session.tokenizer.encode(prompt))))
         rule = "calibrated" if session.calibrated is not None else "acceleration"
         return cls(prompt, rule, -1.0, max(2, min(loops, MAX_LOOPS)), "exact", new, 0.7, 0, "off")
@@ -101,6 +100,7 @@ def text_page(session: Session, page: gr.Blocks) -> None:
         with gr.Row(scale=1, elem_id="buttons"):
             go = gr.Button("Generate", variant="primary", elem_id="go", min_width=110)
             stop = gr.Button("Stop", elem_id="stop", min_width=60)
+    examples = _examples(session)
     shown = _shown(example)
     summary = gr.Markdown(shown[5], elem_id="summary")
     lanes: dict[str, tuple[gr.HTML, gr.Markdown]] = {}
@@ -169,6 +169,10 @@ def text_page(session: Session, page: gr.Blocks) -> None:
         page.load(opened, None, [*settings, *race_parts, *token_parts], **queue),
     ]
     gr.on([prompt.submit, go.click], None, settings, None, js=assets.ADDRESS)
+    for button in examples:  # the prompt is set, and then it is as if Generate was clicked
+        chosen = button.click(lambda text=button.value: text, None, prompt, queue=False, show_progress="hidden")
+        running.append(chosen.then(generate, settings, [*race_parts, *token_parts], **queue))
+        chosen.then(None, settings, None, js=assets.ADDRESS)
     stop.click(None, None, None, cancels=running, queue=False)
     looked = [visit, *token_parts, lanes["quick"][0], lanes["full"][0]]
     for name, (box, _) in lanes.items():
@@ -178,6 +182,14 @@ def text_page(session: Session, page: gr.Blocks) -> None:
 
         box.click(clicked, [visit, kind], looked, concurrency_limit=1)
     kind.change(lambda v, k: gr.skip() if v.found is None else figures.path_figure(v.found, k == "3-D"), [visit, kind], path)
+
+
+def _examples(session: Session) -> list[gr.Button]:
+    """A button for each prompt that comes with the model."""
+    if len(session.prompts) < 2:
+        return []
+    with gr.Row(elem_id="examples"):
+        return [gr.Button(prompt, size="sm", min_width=40, elem_classes="example") for prompt in session.prompts]
 
 
 def _example(session: Session, settings: Settings) -> Visit:

@@ -5,9 +5,10 @@ Shapes: G group, K loop step, C width, V vocabulary.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from twoscale import exits
 from twoscale.config import UserError
+from twoscale.config.serial import read_json
 from twoscale.data import IncrementalDecoder, Tokenizer
 from twoscale.engine import Request, SamplingParams, forward, loop_params, stream
 from twoscale.engine.request import SamplingKey
@@ -25,6 +27,8 @@ from twoscale.model import LoopedGPT, LoopGroup
 from twoscale.tasks.task import Task
 from twoscale.tracing import Trace, trace
 
+PROMPT = "The old man looked at the sea and"  # where a model comes with none of its own
+MAX_PROMPTS, MAX_PROMPT = 6, 120  # prompts that come with a model, and characters of each
 MAX_TOKENS = 512  # prompt and answer: bounds what one visitor can make us hold
 MAX_LOOPS = 64
 TOP = 5
@@ -151,6 +155,14 @@ class Inspection:
     """What the model said in the pass that chose the token, as the text was written; None where there was no such pass."""
 
 
+def load_prompts(path: Path) -> tuple[str, ...]:
+    """The prompts in a file that comes with a model; none where there is no such file."""
+    found = read_json(path) if path.exists() else []
+    if not isinstance(found, list) or not all(isinstance(prompt, str) and prompt.strip() for prompt in found):
+        raise UserError(f"{path} must be a list of strings that are not empty: mend or remove it")
+    return tuple(prompt[:MAX_PROMPT] for prompt in found[:MAX_PROMPTS])
+
+
 class Session:
     """One model, opened for visitors."""
 
@@ -161,12 +173,15 @@ class Session:
         name: str,
         calibrated: tuple[Mapping[int, exits.Rule], int] | None = None,
         task: Task | None = None,
+        prompts: Sequence[str] = (),
     ) -> None:
+        """`prompts` are examples that suit the model; the page opens with the first."""
         if not model.config.n_groups:
             raise UserError(f"{name} has no loop groups: there is nothing to explore")
         if task is not None:
             _check_task(model, task, name)
         self.model, self.tokenizer, self.name, self.calibrated, self.task = model, tokenizer, name, calibrated, task
+        self.prompts = tuple(prompts) or (PROMPT,)
         self.groups = group_names(model.config.groups)
         self.layers = [len(g) for g in model.config.groups]
         self._thread = ThreadPoolExecutor(1, "twoscale explorer")
