@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from models import LAYOUTS, loud, small_model
 from test_fused_loop import LOOPS, rules
 from twoscale import UserError, exits
 from twoscale.engine import Request, SamplingParams, Scheduler, loop_params
+from twoscale.engine.cache import LayerCache
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import Interrupt
 from twoscale.engine.kernels.library import c_library
@@ -118,8 +119,8 @@ def test_verifications_are_calls() -> None:
     """A verification of at most 16 rows is one call of the kernel, with and without a rule."""
     model, calls, real = MODELS["default"], list[int](), NativeSequence.verify
 
-    def count(sequence: NativeSequence, tokens: list[int], uniform: list[float]) -> Any:
-        found = real(sequence, tokens, uniform)
+    def count(sequence: NativeSequence, tokens: list[int], uniform: list[float], interrupt: Interrupt) -> Any:
+        found = real(sequence, tokens, uniform, interrupt)
         calls.append(len(tokens) if found is not None else 0)
         return found
 
@@ -191,7 +192,7 @@ def test_callbacks_and_stop_strings() -> None:
 
 
 def test_an_arrival_ends_the_call() -> None:
-    """A request that arrives while a call runs waits for one token, and both are then decoded in batches with the same results."""
+    """A request that arrives while a call runs ends it after one loop step, and both are then decoded in batches with the same results."""
     model = MODELS["default"]
     first, second = (Request([1, b], SamplingParams(max_new_tokens=30), loop_params(model, loops=4)) for b in (2, 3))
     alone = [twoscale.generate(model, [r.prompt], 30, loops=4).tokens[0] for r in (first, second)]
@@ -209,7 +210,47 @@ def test_an_arrival_ends_the_call() -> None:
         scheduler.add(first)
         while scheduler.step():
             pass
-    assert lengths == [1] and [first.tokens, second.tokens] == alone
+    assert lengths == [0] and [first.tokens, second.tokens] == alone
+
+
+def test_a_callback_that_ends_the_request() -> None:
+    """A callback may end a request in the middle of a call: what comes after it is neither kept nor counted."""
+    model, results = MODELS["default"], []
+    for passes in (False, True):
+        request = Request([1, 2], SamplingParams(max_new_tokens=30), loop_params(model, loops=3))
+
+        def on_token(request: Request) -> None:
+            if len(request.tokens) == 11:
+                request.finish_reason = "stop"
+
+        request.on_token = on_token
+        with by_passes() if passes else nullcontext():
+            scheduler = Scheduler(model, isolate_errors=False)
+            scheduler.add(request)
+            while scheduler.step():
+                pass
+        c = scheduler.counters
+        results.append((request.tokens, c.rows, c.stage_passes, c.loop_steps, request.n_computed, request.request_group.virtual_time))
+    assert results[0] == results[1] and len(results[0][0]) == 11
+
+
+def test_a_draft_that_gets_no_memory() -> None:
+    """A draft that cannot get a deeper level is given up for good: the request goes on without guesses, with the same tokens and cache."""
+    model, real = MODELS["default"], LayerCache._check_memory
+    how: dict[str, Any] = {"exit": exits.Fixed(2), "loops": 4}
+    sampling = SamplingParams(max_new_tokens=24)
+    plain = decoded(model, [1, 2, 3], sampling, **how)
+
+    def check(layer: LayerCache, levels: int) -> None:
+        if levels > 2:
+            raise UserError("no memory")
+        real(layer, levels)
+
+    with mock.patch.object(LayerCache, "_check_memory", check):
+        got = decoded(model, [1, 2, 3], sampling, speculate=Draft(4, 3), **how)
+    assert got[0][:3] == plain[0][:3]
+    for a, b in zip(got[1], plain[1], strict=True):
+        assert a.shape == b.shape and torch.equal(a, b)
 
 
 def test_weights_that_are_not_finite() -> None:

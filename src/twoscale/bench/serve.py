@@ -119,8 +119,10 @@ def one_by_one(model: LoopedGPT, load: Load) -> Result:
     started = time.perf_counter()
     for request in load.requests(model, Drawn(1e-9)):
         began = time.perf_counter()
-        times = [time.perf_counter() for _ in stream(model, request.prompt, request.sampling, request.loop_params)]
-        tokens += len(times)
+        times, made = [], request
+        for made in stream(model, request.prompt, request.sampling, request.loop_params):  # a step may give several tokens
+            times.append(time.perf_counter())
+        tokens += len(made.tokens)
         first.append(times[0] - began)
         latency.append(times[-1] - began)
         if times[-1] - started > load.seconds:

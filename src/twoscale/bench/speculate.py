@@ -130,7 +130,11 @@ class PassCosts:
 
     def together(self, rows: int) -> float:
         """c(W) of a pass of rows at the same loop step: a verification."""
-        return self._pass(self.cache, rows) / self.one
+        decoder, uniform = self.engine.decoder, [0.5] * rows
+        sequence = None if decoder is None else decoder.sequence(self.cache, SequenceSampling(0.0, 0, 1.0, ()), max_rows=rows)
+        if sequence is None or sequence.verify([2] * rows, uniform, NO_INTERRUPT) is None:
+            return self._pass(self.cache, rows) / self.one
+        return _least(lambda: sequence.verify([2] * rows, uniform, NO_INTERRUPT), self.repeats) / self.one
 
     def draft(self, steps: int) -> float:
         """The cost of a drafted token with at most `steps` loop steps in each group."""

@@ -174,6 +174,12 @@ class Chooser:
         self._unguessed += skipped
         return skipped
 
+    def unskip(self, n: int) -> None:
+        """So many of the skipped cycles did not happen."""
+        self.estimates.cycles -= n
+        self._backoff_left += n
+        self._unguessed -= n
+
 
 def guess_kind(method: Speculation) -> str:
     """The name under which acceptances of a method are counted: drafts with the same number of loop steps, or lookups."""

@@ -189,6 +189,15 @@ class Cache:
         for layer in self.layers:
             layer.ensure_level(1, self.length)
 
+    def levels_filled(self) -> bool:
+        """Whether all levels that tokens may reach by the loop parameters exist."""
+        loops = self.loop_params.loops
+        return all(
+            self.layers[layer].n_levels >= min(loops[group], self.layers[layer].max_levels)
+            for group, layers in enumerate(self.group_layers)
+            for layer in layers
+        )
+
     def extend(self, n: int) -> int:
         """Append n tokens to the sequence; returns the position of the first."""
         if self.length + n > self.capacity:

@@ -116,7 +116,7 @@ def stream(
 ) -> Iterator[Request]:
     """Generate lazily: yields the request after each step that gave new tokens, and computes the next ones only when asked for them.
 
-    A step gives one token, with speculation (`speculate` as in `generate`) one or several."""
+    A step gives one or several tokens. `speculate` is as in `generate`."""
     scheduler = offline_scheduler(model)
     (request,) = make_requests(model, [prompt], sampling, params, speculate=speculate)
     scheduler.add(request)

@@ -139,7 +139,8 @@ class Scheduler:
     # -- stepping ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Admit requests and run some stage passes of one batch; False if there is nothing to do."""
+        """Admit requests and run some stage passes of one batch, or decode some tokens of the only request; False if there is nothing to
+        do."""
         self._drop_cancelled()
         self._admit()
         if not self.running:
@@ -170,12 +171,14 @@ class Scheduler:
             self._single = SingleRequest(self.engine, request, self._speculators.get(request), self.counters)
         single, n_before = self._single, len(request.tokens)
         computed = single.decode(self._new_arrivals)
+        try:
+            for token, steps in zip(computed.tokens, computed.steps, strict=False):
+                self._append_token(request, token, None, steps)
+                if request.finish_reason or request.cancelled:
+                    break
+        finally:  # a callback may raise
+            single.appended(computed, len(request.tokens) - n_before)
         self.fair.virtual_time = max(self.fair.virtual_time, request.request_group.virtual_time)
-        for token, steps in zip(computed.tokens, computed.steps, strict=False):
-            self._append_token(request, token, None, steps)
-            if request.finish_reason:
-                break
-        single.appended(computed, len(request.tokens) - n_before)
         if request.finish_reason:
             self._finish(request, request.finish_reason)
         return bool(computed.tokens)
@@ -324,6 +327,7 @@ class Scheduler:
             if speculator is not None and not request.in_prefill and speculator.abandon():
                 self._drop_tokens(request)
                 del self._speculators[request]
+                self._single = None
                 continue
             if not self.isolate_errors:
                 raise error

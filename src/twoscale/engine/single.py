@@ -53,14 +53,20 @@ class SingleRequest:
             self.speculator.draft(interrupt, self.counters)
             n = self.speculator.begin_unguessed(n)
         with self.counters.timed():
-            computed = self._decode(sequence, n, interrupt) if n else self._verify(sequence)
-        self.engine.count_rows(computed.steps, self.request.request_group, self.counters, computed.together)
-        return computed
+            return self._decode(sequence, n, interrupt) if n else self._verify(sequence, interrupt)
 
     def appended(self, computed: Computed, n: int) -> None:
-        """The first n tokens were appended to the request; the cache is rewound to them."""
-        if computed.together and self.speculator is not None:
-            self.speculator.on_verified(n, list(zip(*computed.steps, strict=True)))
+        """The first n tokens of a call were appended to the request: the cache is rewound to them, and what was computed is counted. Tokens
+        that come after the end of the request do not count."""
+        assert self.request.cache is not None
+        steps = computed.steps if computed.together else computed.steps[:n]
+        self.engine.count_rows(steps, self.request.request_group, self.counters, computed.together)
+        if n < len(computed.tokens):
+            self.request.cache.rewind(self.request.n_computed)
+        if self.speculator is not None and computed.together:
+            self.speculator.on_verified(n, list(zip(*steps, strict=True)))
+        elif self.speculator is not None:
+            self.speculator.end_unguessed(steps, self._seconds if steps else None)
 
     def _decode(self, sequence: NativeSequence, n: int, interrupt: Interrupt) -> Computed:
         """Tokens one after the other."""
@@ -70,11 +76,9 @@ class SingleRequest:
         if tokens:
             sequence.cache.extend(len(tokens))
             self._seconds = (time.perf_counter() - started) / len(tokens)
-            if self.speculator is not None:
-                self.speculator.end_unguessed(steps, self._seconds)
         return Computed(tokens, steps)
 
-    def _verify(self, sequence: NativeSequence) -> Computed:
+    def _verify(self, sequence: NativeSequence, interrupt: Interrupt) -> Computed:
         """The tokens up to the first wrong guess of a cycle whose guesses are made, that one's true token included."""
         request, speculator = self.request, self.speculator
         assert speculator is not None
@@ -83,9 +87,10 @@ class SingleRequest:
         guesses = speculator.guesses
         speculator.start_timer()
         uniform = [uniform_number(request.sampling_key(i)) for i in range(len(guesses) + 1)]
-        found = sequence.verify([request.tokens[-1], *guesses], uniform)
+        found = sequence.verify([request.tokens[-1], *guesses], uniform, interrupt)
         if found is None:
             return Computed()
+        speculator.stop_timer(len(found.tokens))
         sequence.cache.extend(len(found.tokens))
         stops, kept = request.sampling.stop_token_ids, 1
         while kept <= len(guesses) and found.tokens[kept - 1] == guesses[kept - 1] and guesses[kept - 1] not in stops:

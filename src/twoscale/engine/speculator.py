@@ -54,6 +54,8 @@ class Speculator:
         """Guesses of this cycle that are not verified yet."""
         self._drafts_left: int | None = None
         """Draft passes until the verification; None: the cycle has not begun."""
+        self._begun = 0
+        """Cycles without guesses that have begun."""
         self._draft_cache: Cache | None = None
         self.wave: Wave | None = None
         self._deepest = [0] * config.n_groups
@@ -128,9 +130,10 @@ class Speculator:
         if not self._drafts_left or cache is None or self.guesses or not isinstance(method, Draft):
             return
         decoder, vocab_size = self.engine.decoder, self.engine.config.vocab_size
-        sequence = None if decoder is None else decoder.sequence(cache, sequence_sampling(request.sampling, vocab_size), is_draft=True)
-        if sequence is None:
+        if decoder is None or not cache.levels_filled():
             return
+        sequence = decoder.sequence(cache, sequence_sampling(request.sampling, vocab_size), is_draft=True)
+        assert sequence is not None, "drafts have no rules"
         uniform = [uniform_number(request.sampling_key(i)) for i in range(self._drafts_left)]
         tokens, steps = sequence.decode(request.tokens[-1], uniform, interrupt)
         if not tokens:
@@ -151,7 +154,8 @@ class Speculator:
             self._begin_cycle(alone=True)
         if self.guesses or self._drafts_left or isinstance(self.method, Wavefront):
             return 0
-        return 1 if self._chooser is None else 1 + self._chooser.skip(n - 1)
+        self._begun = 1 if self._chooser is None else 1 + self._chooser.skip(n - 1)
+        return self._begun
 
     @property
     def ready_to_verify(self) -> bool:
@@ -162,13 +166,26 @@ class Speculator:
         """A pass begins while no other request is running."""
         self._started = time.perf_counter() if self.auto else None
 
-    def end_unguessed(self, steps: Sequence[Sequence[int]], seconds: float) -> None:
-        """Tokens were decoded without guesses, with these steps in each group and so many seconds each."""
+    def stop_timer(self, rows: int, draft_steps: int | None = None) -> None:
+        """A pass of so many rows has ended; its time counts if the timer was started."""
+        if self._started is not None and self._chooser is not None:
+            self._chooser.estimates.time_pass(time.perf_counter() - self._started, rows, draft_steps)
+        self._started = None
+
+    def end_unguessed(self, steps: Sequence[Sequence[int]], seconds: float | None) -> None:
+        """Tokens were appended that were decoded without guesses, with these steps in each group and so many seconds each. There may be
+        fewer than `begin_unguessed` said; without any, the cycle goes on."""
         if self._chooser is not None:
-            self._chooser.estimates.time_pass(seconds, 1, None)
+            self._chooser.unskip(self._begun - max(1, len(steps)))
+            if seconds is not None:
+                self._chooser.estimates.time_pass(seconds, 1, None)
+        if not steps:
+            return
         calls = sum(self._plain_stages + sum(of_token) for of_token in steps)
         self.request.speculation_stats += SpeculationStats(calls=calls)
         self._drafts_left = None
+        if self._draft_cache is not None:  # the first draft was a stop token: levels that only it has reached are dropped
+            self._rewind()
 
     def is_draft(self, cache: Cache) -> bool:
         """Whether a pass with this cache was a draft."""
@@ -226,6 +243,5 @@ class Speculator:
         self.guesses, self._drafts_left, self._draft_cache = [], None, None
 
     def _pass_ended(self, steps: Sequence[Sequence[int]], draft_steps: int | None) -> None:
-        if self._started is not None and self._chooser is not None:
-            self._chooser.estimates.time_pass(time.perf_counter() - self._started, 1 + len(self.guesses), draft_steps)
+        self.stop_timer(1 + len(self.guesses), draft_steps)
         self.request.speculation_stats += SpeculationStats(calls=self._plain_stages + sum(max(group) for group in steps))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """A flag that another thread sets to end a sequence of loop steps after the current one. C code reads it."""
+    """A flag that another thread sets to end a sequence of loop steps after the current step. C code reads it."""
 
     def __init__(self) -> None:
         self._flag = ctypes.c_int32(0)

@@ -35,21 +35,21 @@ typedef struct {
     float temperature;
 } Sequence;
 
-/* Floats of a row in the scratch memory: its state, the five buffers of a loop group, what is kept of it while others exit, and logits for
- * exit rules and for sampling. */
+/* Floats of a row in the scratch memory: its state, the five buffers of a loop group, what is kept of it while others exit, state and
+ * logits for exit rules, and logits for sampling. */
 static inline long row_floats(long C, long D, long O) { return 8 * C + 2 * D + 2 * O; }
 
 /* A loop group on the rows x (n, C) of one sequence at successive positions, in place. `steps` of a row, every `stride` entries, gets its
- * loop steps. Returns 0 if the cache has no level for a step. With a rule rows exit one by one, so each is a part of its own there. */
+ * loop steps. Returns 0 if the cache has no level for a step, or *interrupt is set. With a rule rows exit one by one, so each is a part of its own there. */
 static int pass_group(int threads, const DecodeStage *s, const RowSet *set, float *x, const float *cos, const float *sin, long rope_size, float *buffers,
-                      float *scratch, int32_t *steps, int stride) {
+                      float *scratch, int32_t *steps, int stride, const int32_t *interrupt) {
     const StageWeights *w = s->weights;
     const Condition *condition = s->condition;
     int n = set->n, apart = n > 1 && condition, n_parts = apart ? n : 1;
     long C = w->C, all = (long)n * C, n_kv = (long)w->n_layers * n_parts;
     int64_t levels = s->kv[0]->n_levels, filled_to = levels == s->kv[0]->max_levels ? INT64_MAX : levels;
     int64_t loop_step[n], max_steps[n], filled[n], streak[n], part[n], capacity[n], kept_rows[3 * n];
-    int32_t first_exit, no_interrupt = 0;
+    int32_t first_exit;
     double statistics[n];
     uint8_t fired[n], exits[n];
     float norms[n * NORMS], *injected = buffers, *a = injected + all, *b = a + all, *previous_update = b + all, *result = previous_update + all;
@@ -76,7 +76,7 @@ static int pass_group(int threads, const DecodeStage *s, const RowSet *set, floa
                   .step_limit = max_steps, .conditions = condition, .lens = s->lens, .lens_scratch = lens_scratch, .statistics = statistics,
                   .streak = streak, .fired = fired, .exits = exits, .scratch = scratch, .filled = filled, .result = apart ? result : 0,
                   .kept_inputs = kept_inputs, .kept_rows = kept_rows, .rope_size = cos ? rope_size : 0};
-    int taken = iterate(threads, w, &rows, &l, s->max_steps, apart ? s->max_steps : 0, &first_exit, &no_interrupt);
+    int taken = iterate(threads, w, &rows, &l, s->max_steps, apart ? s->max_steps : 0, &first_exit, interrupt);
     for (int i = 0; i < n; i++)
         if (!exits[i]) return 0;
     const float *after = taken % 2 ? a : b, *before = taken == 1 ? x : taken % 2 ? b : a;
@@ -88,8 +88,8 @@ static int pass_group(int threads, const DecodeStage *s, const RowSet *set, floa
 }
 
 /* A pass of n tokens from `position` on, and the token that is sampled after each of them. `steps` (n, n_groups) gets their loop steps. u
- * holds a uniform number for each. Returns 0 if a cache has no level for a loop step, or a row's logits are not finite. */
-int run_pass(int threads, const Sequence *d, int n, const int64_t *tokens, int64_t position, const double *u, int64_t *sampled, int32_t *steps) {
+ * holds a uniform number for each. Returns 0 if a cache has no level for a loop step, a row's logits are not finite, or *interrupt is set. */
+int run_pass(int threads, const Sequence *d, int n, const int64_t *tokens, int64_t position, const double *u, int64_t *sampled, int32_t *steps, const int32_t *interrupt) {
     int C = d->embedding->C, V = d->output_head->V, O = d->output_head->head->O, n_groups = 0, group = 0;
     int64_t part[n], positions[n];
     int32_t finite[n], top_k[n];
@@ -104,7 +104,7 @@ int run_pass(int threads, const Sequence *d, int n, const int64_t *tokens, int64
     if (n > d->max_rows || !embed(n, d->embedding, tokens, positions, x)) return 0;
     for (const DecodeStage *s = d->stages; s < d->stages + d->n_stages; s++) {
         if (!s->max_steps) run_stage(threads, s->weights, &set, s->kv, x, cos, sin, scratch, x);
-        else if (!pass_group(threads, s, &set, x, cos, sin, d->rope_size, buffers, scratch, steps + group++, n_groups)) return 0;
+        else if (!pass_group(threads, s, &set, x, cos, sin, d->rope_size, buffers, scratch, steps + group++, n_groups, interrupt)) return 0;
     }
     for (int i = 0; i < n && d->output_head->gain; i++) rms_norm_row(C, x + (long)i * C, d->output_head->gain, d->output_head->eps, x + (long)i * C);
     linear(threads, n, d->output_head->head, x, logits);
@@ -116,12 +116,12 @@ int run_pass(int threads, const Sequence *d, int n, const int64_t *tokens, int64
 }
 
 /* At most m tokens after `token`, which is at `position`, each sampled from a pass of the one before. There are fewer if one of them is a stop
- * token, which is the last then, if `run_pass` returns 0, or if *interrupt is set. Returns their number. */
+ * token, which is the last then, or if `run_pass` returns 0. Returns their number. */
 int decode(int threads, const Sequence *d, int m, int64_t token, int64_t position, const double *u, int64_t *tokens, int32_t *steps, const int32_t *interrupt) {
     int n_groups = 0;
     for (int i = 0; i < d->n_stages; i++) n_groups += d->stages[i].max_steps > 0;
     for (int i = 0; i < m; i++, token = tokens[i - 1]) {
-        if (!run_pass(threads, d, 1, &token, position + i, u + i, tokens + i, steps + i * n_groups)) return i;
+        if (!run_pass(threads, d, 1, &token, position + i, u + i, tokens + i, steps + i * n_groups, interrupt)) return i;
         for (int j = 0; j < d->n_stops; j++)
             if (tokens[i] == d->stops[j]) return i + 1;
         if (__atomic_load_n(interrupt, __ATOMIC_RELAXED)) return i + 1;

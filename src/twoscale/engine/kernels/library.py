@@ -62,7 +62,7 @@ _SIGNATURES = {
     "run_stage": [_INT] + [_PTR] * 8,
     "iterate": [_INT] + [_PTR] * 3 + [_INT] * 2 + [_PTR] * 2,
     "sample": [_INT] * 3 + [_PTR] * 8,
-    "run_pass": [_INT, _PTR, _INT, _PTR, ctypes.c_int64] + [_PTR] * 3,
+    "run_pass": [_INT, _PTR, _INT, _PTR, ctypes.c_int64] + [_PTR] * 4,
     "decode": [_INT, _PTR, _INT] + [ctypes.c_int64] * 2 + [_PTR] * 4,
     "fingerprints": [_INT] * 2 + [_PTR] * 3,
 }

@@ -118,18 +118,19 @@ class NativeSequence:
         )
         return Decoded(tokens[:n], [tuple(steps[i * groups : (i + 1) * groups]) for i in range(n)])
 
-    def verify(self, tokens: Sequence[int], uniform: Sequence[float]) -> Decoded | None:
+    def verify(self, tokens: Sequence[int], uniform: Sequence[float], interrupt: Interrupt) -> Decoded | None:
         """A pass of several tokens, the first at the position where the cache ends, and the token that is sampled after each of them.
 
-        None if there are more than `max_rows`, if the cache is too short or has no level for a loop step yet, or if logits are not finite:
-        nothing has changed then."""
+        None if there are more than `max_rows`, if the cache is too short or has no level for a loop step yet, if logits are not finite, or
+        if `interrupt` is set: the caller takes a pass of a batch then."""
         cache, n, groups = self.cache, len(tokens), len(self.cache.loop_params.loops)
         if n > self.max_rows or cache.length + n > cache.capacity:
             return None
         fed, numbers = (ctypes.c_int64 * n)(*tokens), (ctypes.c_double * n)(*uniform)
         sampled, steps = (ctypes.c_int64 * n)(), (ctypes.c_int32 * (n * groups))()
         library = self.decoder.embed.library
-        if not library.run_pass(self.threads, ctypes.addressof(self._struct), n, fed, cache.length, numbers, sampled, steps):
+        struct = ctypes.addressof(self._struct)
+        if not library.run_pass(self.threads, struct, n, fed, cache.length, numbers, sampled, steps, interrupt.address):
             return None
         return Decoded(sampled[:], [tuple(steps[i * groups : (i + 1) * groups]) for i in range(n)])
 
