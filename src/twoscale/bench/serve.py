@@ -119,13 +119,13 @@ def one_by_one(model: LoopedGPT, load: Load) -> Result:
     started = time.perf_counter()
     for request in load.requests(model, Drawn(1e-9)):
         began = time.perf_counter()
-        times, made = [], request
-        for made in stream(model, request.prompt, request.sampling, request.loop_params):  # a step may give several tokens
-            times.append(time.perf_counter())
-        tokens += len(made.tokens)
-        first.append(times[0] - began)
-        latency.append(times[-1] - began)
-        if times[-1] - started > load.seconds:
+        made = stream(model, request.prompt, request.sampling, request.loop_params)
+        steps = [(time.perf_counter(), len(after.tokens)) for after in made]  # a step may give several tokens
+        ended, n_tokens = steps[-1]
+        tokens += n_tokens
+        first.append(steps[0][0] - began)
+        latency.append(ended - began)
+        if ended - started > load.seconds:
             break
     return Result(time.perf_counter() - started, tokens, latency, first)
 
