@@ -8,7 +8,8 @@ from pathlib import Path
 from twoscale.config.errors import UserError
 
 BUNDLED = "bundled"  # names the text model in the package
-IN_THE_PACKAGE = {BUNDLED: "bundled", "hops": "bundled-hops"}  # models in the package -> the folder in runs/ that is made of them
+IN_THE_PACKAGE = {BUNDLED: "bundled", "stories": "bundled", "hops": "bundled-hops"}
+"""Models in the package, and the folder in runs/ that is made of each."""
 
 # A folder with weights: a checkpoint, an export, a published model.
 MODEL = "model.safetensors"

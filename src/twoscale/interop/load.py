@@ -26,7 +26,7 @@ from twoscale.tradeoff.load_run import StoredCalibration
 from twoscale.train import checkpoint as ckpt
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
-IN_THE_PACKAGE = {"bundled": BUNDLED, "hops": BUNDLED / "hops"}  # models that come with the package, by name
+IN_THE_PACKAGE = {"bundled": BUNDLED, "stories": BUNDLED, "hops": BUNDLED / "hops"}  # models that come with the package, by name
 PREFIX = "model."  # of the weights' names in an exported folder
 Mapper = Callable[[Mapping[str, Tensor], ModelConfig], Ours]
 QUANTIZATION = "quantization"  # the key in config.json of a folder made by `twoscale convert --dtype`
@@ -38,7 +38,7 @@ def load(path: str | Path, dtype: DtypeChoice = "auto", device: str | torch.devi
     `dtype` says how the weight matrices are held (see `config.dtypes`): auto as in the folder, fp32, bf16, int8 or w8a8. Weights are read
     one by one into their final place. In fp32 the model can be trained; in the others it is for inference alone.
 
-    `bundled` is the small text model in the package, `hops` the task model, whose answers have a known depth.
+    `bundled` or `stories` is the small text model in the package, `hops` the task model, whose answers have a known depth.
     A name like OWNER/NAME that is no folder is fetched from the Hugging Face hub, where the hub can be reached. A published folder
     without tokenizer.json gives None for its tokenizer. A calibration in the folder is what exit="auto" stands for.
     """
@@ -96,7 +96,8 @@ def _stored_dtype(settings: dict[str, Any], folder: Path) -> WeightDtype | None:
 
 
 def find(path: str | Path) -> Path:
-    """The folder that a user means: one that exists, a model in the package (`bundled`, `hops`), or OWNER/NAME fetched from the hub."""
+    """The folder that a user means: one that exists, a model in the package (`bundled` or `stories`, `hops`), or OWNER/NAME fetched from
+    the hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
