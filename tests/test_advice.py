@@ -159,7 +159,7 @@ def test_both_oracles_are_told_where_they_keep_quality() -> None:
         "Oracles choose depths with the labels in hand, and are no settings to use. The oracle that stays within eps gives every" in words
     )
     assert (
-        "At eps = 0.01 it takes 7.3 steps, the fewest among the eps tried that keep CE within 0.01 nats (dCE +0.0020 [+0.0010, +0.0030])."
+        "At eps = 0.01 it takes 7.3 steps, the fewest among the eps tried that keep CE within 0.01 nats (dCE +0.0020 [+0.0010, +0.0030]; "
         in words
     )
     weighs = "The oracle that weighs loss against steps gives every token, among some forty combinations of depths, the one with the least "

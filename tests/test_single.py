@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import twoscale
 from models import LAYOUTS, loud, small_model
-from test_fused_loop import LOOPS, rules
+from random_rules import LOOPS, rules
 from twoscale import UserError, exits
 from twoscale.engine import Request, SamplingParams, Scheduler, loop_params
 from twoscale.engine.cache import LayerCache

@@ -70,4 +70,6 @@ def test_words() -> None:
     assert both == "a:1: name (5.00 [4.50, 5.50]) takes more steps than space (4.00 [3.60, 4.40])"
     wide = {"kind": "number", "steps": 5.2, "low": 3.0, "high": 7.0}
     assert kind_words([wide, *rows], "kl:0.1") == "kl:0.1: name (5.00 [4.50, 5.50]) takes more steps than space (4.00 [3.60, 4.40])"
+    touching = [rows[0] | {"low": 4.4996}, rows[1] | {"high": 4.4951}]  # both ends are printed as 4.50
+    assert kind_words(touching, "kl:0.1") == "kl:0.1: no kind of token is shown to take more steps than another"
     assert kind_words([rows[0], rows[1] | {"high": 4.5}], "kl:0.1") == "kl:0.1: no kind of token is shown to take more steps than another"

@@ -139,8 +139,7 @@ class Scheduler:
     # -- stepping ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Admit requests and run some stage passes of one batch, or decode some tokens of the only request; False if there is nothing to
-        do."""
+        """Admit requests, then run some stage passes of a batch, or decode the only request; False if there is nothing to do."""
         self._drop_cancelled()
         self._admit()
         if not self.running:
@@ -154,7 +153,7 @@ class Scheduler:
             done = self._advance(batch, until_virtual_time)
             self._handle_failures(batch)
             self._append_tokens(chunk for chunk in done if chunk.request in self.running)
-        except Exception as error:  # the cause may be any request of this batch; the others go on
+        except Exception as error:  # the cause may be any request of this batch
             if not self.isolate_errors:
                 raise
             if not isinstance(error, UserError):

@@ -311,7 +311,8 @@ def _oracles(sweep: Sweep) -> str:
         words.append(
             f"The oracle that stays within eps gives every token the fewest steps, the same in all groups, after which its loss stays "
             f"within eps of the full run's. At eps = {low['setting']:g} it takes {low['mean_steps']:.1f} steps, the fewest among the eps "
-            f"tried that keep CE within {FLAT} nats (dCE {rise(low)})."
+            f"tried that keep CE within {FLAT} nats (dCE {rise(low)}; as run, tokens also attend to others that left early, so that it may "
+            "lie above eps). It promises this for every single token, so rules that promise it on average may take fewer steps."
         )
     if kept := [p for p in sweep.family("oracle-lagrange") if p["dce_high"] <= FLAT]:
         low = min(kept, key=lambda p: p["mean_steps"])

@@ -18,7 +18,8 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ),
     (
         "r, default depth",
-        "The loop count about which training draws its own (`mean_loops`), and how many loops a group takes if nothing is asked.",
+        "How many loops a group takes if nothing is asked (`mean_loops`). Training draws its own number about it, or about fewer while the "
+        "number of loops grows (`loops_ramp`, `loops_hold`).",
     ),
     (
         "CE, nats, PPL",

@@ -84,7 +84,8 @@ def kind_sentences(sweep: Sweep) -> str:
 def kind_words(rows: Sequence[dict[str, Any]], rule: str) -> str:
     """Whether kinds differ under a rule, in a sentence that follows from the intervals; `rows` come with the most steps first. A kind has
     the most (fewest) steps only if its interval lies above (below) that of every other kind. Where the two ends cannot be told apart, the
-    two kinds whose intervals lie farthest apart are named, if any do."""
+    two kinds whose intervals lie farthest apart are named, if any do. Intervals are compared as they are printed."""
+    rows = [row | {end: round(row[end], 2) for end in ("steps", "low", "high")} for row in rows]
     most, fewest = max(((a, b) for a in rows for b in rows if a is not b), key=lambda pair: pair[0]["low"] - pair[1]["high"])
     if rows[0]["low"] > rows[-1]["high"]:
         most, fewest = rows[0], rows[-1]
