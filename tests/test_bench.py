@@ -134,6 +134,7 @@ def test_dtypes(cli: CommandLine) -> None:
     assert code == 2 and "choose one" in err
 
 
+@pytest.mark.long
 def test_load(cli: CommandLine, tmp_path: Path) -> None:
     """A folder at a published layout is made, loaded in a dtype and by torch's operators, measured and removed; one that exists stays."""
     words = ("bench", "load", "--shape", "huginn-tiny", "--folder", tmp_path, "--dtype", "int8", "--plain", "bf16", "fp32", "--tokens", 2)

@@ -238,7 +238,7 @@ def test_bad_input(tmp_path: Path, cli: CommandLine, trained: Path, monkeypatch:
     assert code == 2 and "pip install -c constraints.txt -e '.[explore]'" in err
 
 
-@pytest.mark.parametrize("model", ["trained", "bundled"])
+@pytest.mark.parametrize("model", [pytest.param("trained", marks=pytest.mark.long), "bundled"])
 def test_in_a_browser(model: str, trained: Path, browser) -> None:  # type: ignore[no-untyped-def]
     """It opens with an example; type, Enter, text streams and older panels go; a click shows a token; the address brings it all back; light
     and dark, desktop and phone; nothing on the console, nothing asked of the network."""
