@@ -107,7 +107,11 @@ class PassCosts:
             raise UserError(f"the context of {model.config.block_size} tokens is too short for this bench")
         self.engine.run([(0, self.cache, [1] * length)])
         self.length = length
-        self.one = self._token(self.cache)
+
+    @property
+    def one(self) -> float:
+        """Seconds of a token without guesses, measured now: what is compared with it is measured in the same moment."""
+        return self._token(self.cache)
 
     def _token(self, cache: Cache, is_draft: bool = False) -> float:
         """Seconds of a token of a sequence that is alone: in one call for several of them if the kernels can, else of a pass."""
