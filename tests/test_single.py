@@ -15,6 +15,7 @@ from models import LAYOUTS, loud, small_model
 from random_rules import LOOPS, rules
 from twoscale import UserError, exits
 from twoscale.engine import Request, SamplingParams, Scheduler, loop_params
+from twoscale.engine.adaptive import MAX_BACKOFF, Chooser
 from twoscale.engine.cache import LayerCache
 from twoscale.engine.engine import Engine
 from twoscale.engine.kernels.base import Interrupt
@@ -211,6 +212,21 @@ def test_an_arrival_ends_the_call() -> None:
         while scheduler.step():
             pass
     assert lengths == [0] and [first.tokens, second.tokens] == alone
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_only_skipped_cycles_are_given_back(logprobs: int | None) -> None:
+    """What `auto` is told did not happen are cycles that it had skipped, also where every token is a pass."""
+    model, left, real = MODELS["default"], list[int](), Chooser.unskip
+
+    def unskip(chooser: Chooser, n: int) -> None:
+        assert n >= 0
+        real(chooser, n)
+        left.append(chooser._backoff_left)
+
+    with mock.patch.object(Chooser, "unskip", unskip):
+        twoscale.generate(model, [[1, 2]], 36, loops=5, temperature=0.5, speculate="auto", logprobs=logprobs)
+    assert left and all(0 <= n <= MAX_BACKOFF for n in left)
 
 
 def test_a_callback_that_ends_the_request() -> None:

@@ -55,7 +55,7 @@ class Speculator:
         self._drafts_left: int | None = None
         """Draft passes until the verification; None: the cycle has not begun."""
         self._begun = 0
-        """Cycles without guesses that have begun."""
+        """Cycles without guesses that `begin_unguessed` has begun and `end_unguessed` has not ended."""
         self._draft_cache: Cache | None = None
         self.wave: Wave | None = None
         self._deepest = [0] * config.n_groups
@@ -175,8 +175,9 @@ class Speculator:
     def end_unguessed(self, steps: Sequence[Sequence[int]], seconds: float | None) -> None:
         """Tokens were appended that were decoded without guesses, with these steps in each group and so many seconds each. There may be
         fewer than `begin_unguessed` said; without any, the cycle goes on."""
+        unused, self._begun = max(0, self._begun - max(1, len(steps))), 0
         if self._chooser is not None:
-            self._chooser.unskip(self._begun - max(1, len(steps)))
+            self._chooser.unskip(unused)
             if seconds is not None:
                 self._chooser.estimates.time_pass(seconds, 1, None)
         if not steps:
