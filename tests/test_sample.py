@@ -100,7 +100,7 @@ def test_limits_are_exact_where_estimates_mislead(V: int) -> None:
     ]  # fmt: skip
     sizes = sorted({2, 3, V // 300 + 2, V // 16, V // 8, V // 3, V // 2, V - 2, V - 1})
     limits = [{"top_k": k} for k in sizes if k > 0] + [{"top_p": p} for p in (0.02, 0.3, 0.5, 0.9, 0.999)]
-    limits += [{"top_k": V // 2, "top_p": 0.7}]
+    limits += [{"top_k": k, "top_p": p} for k in (V // 8 + 1, V // 5 + 1, V // 2) for p in (0.02, 0.7, 0.999)]
     keys = [SamplingKey(SamplingParams(1.5, seed=seed, **limit)) for limit in limits for seed in range(12)]
     for row in rows:
         logits = row.float().expand(len(keys), -1)

@@ -17,7 +17,7 @@ from twoscale.engine.kernels.library import Library, c_library, empty_floats, po
 from twoscale.engine.kernels.native_decode import SequenceSampling
 from twoscale.engine.request import SamplingKey, SamplingParams
 
-_MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample.c
+_MIN_LOG_WEIGHT = -50.0  # a weight below e^-50 of the largest counts as zero, here and in sample_limits.c
 _ROUNDING = 1e-6  # relative tolerance of top_p, for the rounding of fp32 weights
 
 

@@ -38,7 +38,9 @@ MAX_FUSED_ROWS = 512
 ATTEND_ROWS = 8
 """Rows of one sequence that attend together, as in attention.c."""
 
-_NAMES = ("team", "vector", "matmul", "rowwise", "attention", "block", "statistics", "loop", "sample", "decode", "fingerprint")
+_NAMES = (
+    "team", "vector", "matmul", "rowwise", "attention", "block", "statistics", "loop", "sample_limits", "sample", "decode", "fingerprint",
+)  # fmt: skip
 SOURCES = tuple(f"{name}.c" for name in _NAMES)
 """One translation unit, in this order."""
 _CHECKS = ("-fsanitize=address,undefined",) if SANITIZE else ()

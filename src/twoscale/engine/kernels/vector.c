@@ -61,15 +61,18 @@ static inline float horizontal_max(v8 v) { /* of numbers */
     v = max8(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
     return v[0] > v[1] ? v[0] : v[1];
 }
-/* Stores the lanes of v whose mask is set one after the other; returns their number. May write all eight floats at `to`. */
-static inline int store_lanes(float *to, v8 v, v8i mask) {
+/* Stores the lanes of v whose mask is set one after the other, floats or integers; returns their number. May write all eight at `to`. */
+static inline int store_lanes(void *to, v8i v, v8i mask) {
 #ifdef __AVX512VL__
     __mmask8 lanes = (__mmask8)lane_bits(mask);
-    store(to, (v8)_mm256_maskz_compress_ps(lanes, (__m256)v));
+    _mm256_storeu_si256((__m256i *)to, _mm256_maskz_compress_epi32(lanes, (__m256i)v));
     return __builtin_popcount(lanes);
 #else
     int n = 0;
-    for (unsigned lanes = lane_bits(mask); lanes; lanes &= lanes - 1) to[n++] = v[__builtin_ctz(lanes)];
+    for (unsigned lanes = lane_bits(mask); lanes; lanes &= lanes - 1) {
+        int32_t lane = v[__builtin_ctz(lanes)];
+        memcpy((char *)to + 4 * n++, &lane, 4);
+    }
     return n;
 #endif
 }
