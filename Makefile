@@ -51,7 +51,7 @@ lint: $(VENV)/.test
 
 # The engine's and the server's tests with kernels built for AddressSanitizer and UndefinedBehaviorSanitizer (gcc). Python itself is not
 # instrumented, so libasan is loaded before it (and libstdc++, whose exceptions it watches). PYTHONMALLOC=malloc guards ctypes' arrays too.
-SANITIZED := $(addprefix tests/test_,$(addsuffix .py,sanitize memory weights sample threads engine kv_dtype fused_loop single generate request device exits serve fair http_api under_load))
+SANITIZED := $(addprefix tests/test_,$(addsuffix .py,sanitize memory weights sample threads engine kv_dtype fused_loop single generate request device exits serve written_pages fair http_api under_load))
 sanitize: $(VENV)/.test
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TWOSCALE_SANITIZE=1 PYTHONMALLOC=malloc OMP_WAIT_POLICY=PASSIVE \

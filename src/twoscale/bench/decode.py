@@ -20,9 +20,10 @@ from twoscale import exits
 from twoscale.bench.timing import interleaved, timed
 from twoscale.config import ModelConfig
 from twoscale.config.dtypes import KVDtype
-from twoscale.engine import Engine, LoopRows, forward, loop_params
+from twoscale.engine import Engine, LoopRows, forward, generate, loop_params
 from twoscale.engine.cache import Cache, bytes_per_token
 from twoscale.engine.kernels import InferenceCopy, KernelName, Kernels, TorchKernels, optimize_for_inference
+from twoscale.engine.kernels.fingerprint import fingerprint
 from twoscale.engine.kernels.packed import can_pack, pack, packed_linear
 from twoscale.engine.request import LoopParams
 from twoscale.engine.rows import Rows, make_part
@@ -262,6 +263,13 @@ def _again(engine: Engine, caches: list[Cache], lengths: list[int]) -> None:
 def bench_token(model: LoopedGPT, context: int, loops: int, repeats: int) -> float:
     """Seconds a token, batch 1, at a context."""
     return interleaved({"token": Steps(model, 1, context, loops).token}, repeats)["token"]
+
+
+def bench_weight_check(model: LoopedGPT, new_tokens: int, loops: int, repeats: int) -> tuple[float, float]:
+    """Seconds of the check that the weights have not changed since they were packed, and of a whole `generate`, which includes it."""
+    decode = partial(generate, model, [[1, 2, 3, 4]], new_tokens, loops=loops)
+    seconds = interleaved({"check": lambda: fingerprint(model), "generate": lambda: decode()}, repeats)
+    return seconds["check"], seconds["generate"]
 
 
 def cache_table(config: ModelConfig, loops: int) -> dict[str, int]:

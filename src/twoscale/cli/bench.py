@@ -315,6 +315,10 @@ def _decode(args: BenchDecodeArgs) -> int:
         slab, one = b.bench_torch_kernels(other, 32, min(48, other.config.block_size - 8), 4, args.repeats)
         print(f"  preset {name:<6} {slab * 1e3:8.1f} ms {one * 1e3:8.1f} ms: {one / slab:.2f}x the tokens/s")
 
+    if device.type == "cpu":
+        check, whole = b.bench_weight_check(model, 32, args.loops, args.repeats)
+        print(f"\nhave the weights changed? {check * 1e3:.1f} ms, {check / whole:.2%} of 32 tokens, {whole * 1e3:.0f} ms")
+
     print(f"\nkeys and values, bytes a token at {args.loops} loops (fp32)")
     table = b.cache_table(config, args.loops)
     for kv, size in table.items():
