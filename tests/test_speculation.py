@@ -1,7 +1,8 @@
 """Speculation changes nothing: tokens, steps and logits are those of plain decoding to the bit, and so is the cache after any rejection."""
 
 import dataclasses
-import functools
+import gc
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from conftest import CommandLine, is_one_line
 from models import LAYOUTS, loud, small_model
 from twoscale import UserError, exits
 from twoscale.config.dtypes import WEIGHT_DTYPES, WeightDtype
-from twoscale.engine.adaptive import Chooser, Estimates, estimates_of
+from twoscale.engine.adaptive import estimates_of
 from twoscale.engine.cache import bytes_per_token
+from twoscale.engine.engine import Engine
+from twoscale.engine.kernels.base import NO_INTERRUPT
 from twoscale.engine.kernels.library import c_library
-from twoscale.engine.kernels.native_decode import Decoded, NativeSequence
+from twoscale.engine.kernels.native_decode import Decoded, NativeSequence, SequenceSampling
 from twoscale.engine.kernels.quantize import quantize
 from twoscale.engine.request import Request, SamplingParams, loop_params
 from twoscale.engine.scheduler import Scheduler, run_until_done
-from twoscale.engine.speculation import OFF, Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront, parse_speculation
+from twoscale.engine.speculation import Auto, Draft, Lookup, Speculation, SpeculationStats, Wavefront, parse_speculation
 from twoscale.engine.speculator import look_up
 from twoscale.exits import StepView
 from twoscale.exits.rule import Numbers
@@ -196,7 +199,8 @@ def test_golden(folder: str, loops: int, speculate: str) -> None:
     ("layout", "dtype"), [*((layout, "fp32") for layout in (*LAYOUTS, *ONE_GROUP)), *(("default", d) for d in WEIGHT_DTYPES)]
 )
 def test_drafts_in_one_call(layout: str, dtype: WeightDtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens that the kernel drafts are those of passes of one row, and so is what is counted of them."""
+    """The tokens that the kernel drafts are those of passes of one row with the same weights, and so is what is counted of them."""
+    monkeypatch.setattr(Engine, "draft_decoder", property(lambda engine: engine.decoder))
     model, real, drafted = model_of(layout, 1), NativeSequence.decode, list[list[int]]()
     model = model if dtype == "fp32" else quantize(model, dtype)
 
@@ -221,6 +225,39 @@ def test_drafts_in_one_call(layout: str, dtype: WeightDtype, monkeypatch: pytest
     assert any(drafted) == (model.config.noise == "start" and model.config.n_groups > 0)
 
 
+def test_drafts_use_rounded_weights() -> None:
+    """The drafts of a model in fp32 are decoded with its weights rounded to w8a8: one copy for all of its engines, until it changes or is
+    gone. Other dtypes draft with their own weights."""
+    model = loud(small_model())
+    engine = Engine(model)
+    decoder = engine.draft_decoder
+    if engine.decoder is None or decoder is None:
+        pytest.skip("the C kernels are not available")
+    assert engine.decoder.head.panels.dtype == "fp32" and decoder.head.panels.dtype == "w8a8"
+    assert Engine(model).draft_decoder is decoder
+    tokens = [[3, 1, 4, 1, 5]]
+    rounded = Engine(quantize(model, "w8a8"))
+    caches = [e.new_cache(16, loop_params(model, loops=2)) for e in (engine, rounded)]
+    for kv in caches:  # the same keys and values: those of the rounded model
+        rounded.run([(0, kv, tokens[0])])
+    sampling = SequenceSampling(0.0, 0, 1.0, ())
+    found = [
+        d.sequence(cache, sampling, is_draft=True).decode(9, [0.0] * 6, NO_INTERRUPT)  # type: ignore[union-attr]
+        for d, cache in zip((decoder, rounded.decoder), caches, strict=True)
+    ]
+    assert found[0] == found[1] and len(found[0].tokens) == 6
+    in_bf16 = Engine(quantize(model, "bf16"))
+    assert in_bf16.draft_decoder is in_bf16.decoder
+    with torch.no_grad():
+        model.ln_f.weight.mul_(1.5)  # type: ignore[union-attr, operator]
+    assert Engine(model).draft_decoder is not decoder
+    gone = weakref.ref(decoder)
+    del decoder, engine, model
+    for _ in range(2):  # the entry is dropped with the model; what it held is then garbage in a cycle
+        gc.collect()
+    assert gone() is None
+
+
 def test_lookup() -> None:
     """A lookup gives what followed the last occurrence of the last n tokens, at most as many tokens as asked for."""
     assert look_up([1, 2, 3, 4, 1, 2], 2, 5) == [3, 4, 1, 2]
@@ -230,7 +267,7 @@ def test_lookup() -> None:
 
 def test_right_guesses_save_calls() -> None:
     """Where drafting and full depth are the same, every guess is right and a verification of m + 1 rows gives m + 1 tokens."""
-    model = model_of("default", 0)
+    model = quantize(model_of("default", 0), "int8")
     gen = twoscale.generate(model, [[1, 2, 3]], 13, loops=2, speculate=Draft(3, 2))
     assert gen.speculation == SpeculationStats(drafted=9, accepted=9, rewound=0, calls=12 * 6)
 
@@ -289,54 +326,6 @@ def test_bad_input(speculate: str, changes: dict[str, object], word: str) -> Non
     if changes:
         plain, auto = (twoscale.generate(model, [[1, 2, 3]], 4, loops=3, speculate=s, **changes) for s in ("off", "auto"))
         assert plain.tokens == auto.tokens and auto.speculation == SpeculationStats()
-
-
-def test_auto_follows_what_is_measured() -> None:
-    """`auto` drafts where drafts are cheap and right, stops after wrong guesses or where drafts are dear, and tries again some time."""
-    model = model_of("default", 0)
-    request = Request(
-        [1, 2, 3], SamplingParams(max_new_tokens=30), loop_params(model, loops=20), prompt_steps=[(20, 20)] * 3, tokens=[1, 2]
-    )
-    known = Estimates()
-    chooser = Chooser(request, model.config, known)
-    choose = functools.partial(chooser.choose, 20, lambda ngram, n: [])
-    assert choose() == OFF  # nothing is known of a plain pass
-    known.time_pass(1.0, 1, None)
-    assert isinstance(choose(), Draft)
-    for steps in range(1, 5):
-        known.count(f"draft at {steps}", 0, 9)
-    assert choose() == OFF
-    assert any(isinstance(choose(), Draft) for _ in range(500))
-    for steps in range(1, 5):
-        known.draft_cost[steps] = 0.9
-        known.count(f"draft at {steps}", 50, 50)
-    assert all(choose() == OFF for _ in range(50))
-    chooser.choose(20, lambda ngram, n: [4] * n)
-    assert any(isinstance(chooser.choose(20, lambda ngram, n: [4] * n), Lookup) for _ in range(10))
-
-
-def test_expected_tokens_by_place() -> None:
-    """Guesses that are right throughout or wrong at once: the expected tokens are those of such cycles, not of a mean share."""
-    known = Estimates()
-    for i in range(400):
-        known.count("lookup", 8 * (i % 2), 8 if i % 2 else 1)
-    tokens = known.tokens("lookup")
-    assert tokens[0] == 1 and tokens[8] == pytest.approx(1 + 8 / 2, rel=0.1)
-    assert Estimates().tokens("lookup") == pytest.approx([sum(0.7**i for i in range(m + 1)) for m in range(16)])
-
-
-def test_auto_recovers_from_a_slow_moment() -> None:
-    """Costs that were measured while another program was running do not keep `auto` from guessing for ever."""
-    model = model_of("default", 0)
-    request = Request(
-        [1, 2, 3], SamplingParams(max_new_tokens=30), loop_params(model, loops=20), prompt_steps=[(20, 20)] * 3, tokens=[1, 2]
-    )
-    known = Estimates()
-    known.time_pass(1.0, 1, None)
-    known.slope = 5.0
-    chooser = Chooser(request, model.config, known)
-    assert all(chooser.choose(20, lambda ngram, n: []) == OFF for _ in range(50))
-    assert any(isinstance(chooser.choose(20, lambda ngram, n: []), Draft) for _ in range(3000))
 
 
 def test_auto_leaves_rows_to_others() -> None:

@@ -115,7 +115,7 @@ class PassCosts:
 
     def _token(self, cache: Cache, is_draft: bool = False) -> float:
         """Seconds of a token of a sequence that is alone: in one call for several of them if the kernels can, else of a pass."""
-        decoder = self.engine.decoder
+        decoder = self.engine.draft_decoder if is_draft else self.engine.decoder
         sequence = None if decoder is None else decoder.sequence(cache, SequenceSampling(0.0, 0, 1.0, ()), is_draft)
 
         def work() -> int:
@@ -228,8 +228,7 @@ def bench_speculation(
     model = run.model
     texts = prompts_of(run, prompts)
     one_group = model.config.n_groups == 1
-    steps = (1, 2, 4) if one_group else (1, 2)
-    methods: list[Speculation] = [Draft(m, d) for d in steps[:2] for m in ((7, 15) if one_group else (3, 5))]
+    methods: list[Speculation] = [Draft(m, d) for d in (1, 2, 3) for m in ((7, 15) if one_group else (3, 5, 7))]
     methods += [Lookup(3), *([Wavefront(4, 8), Wavefront(2, 16)] if one_group else []), Auto()]
     for loops in (16, 32) if one_group else (model.config.mean_loops,):
         costs = PassCosts(model, len(texts[0]) + new // 2, repeats, loops=loops)

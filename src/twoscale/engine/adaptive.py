@@ -9,7 +9,6 @@ other request is running.
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import product
 from weakref import WeakKeyDictionary
 
 from twoscale.config import ModelConfig
@@ -20,18 +19,20 @@ from twoscale.model import LoopedGPT
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)  # guesses of a cycle
 MAX_GUESSES = max(LENGTHS)
 STEPS = (1, 2, 3, 4)  # loop steps of a draft
+LOOKUP = 0  # the kind of lookups; the kind of a draft is its loop steps
 NGRAM = 3  # tokens that a lookup compares
 MIN_GAIN = 1.08  # a cycle of guesses is chosen if its predicted speed is above this multiple of decoding without guesses
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # the acceptance rate starts at PRIOR_ACCEPTANCE, which counts like PRIOR_WEIGHT measured guesses
+PRIOR_WRONG = 0.6  # that of drafts with one more loop step starts where the share of wrong guesses is PRIOR_WRONG times as large
 PLACE_WEIGHT = 3.0  # the share in all places counts like this many guesses in each place
 MAX_ACCEPTANCE = 0.995
 PRIOR_SLOPE = 0.2  # before it was measured: c(W) = 1 + 0.2 (W - 1)
 DECAY = 0.9  # the counts of a kind of guess are multiplied by this after each of its cycles
-DECAY_UNGUESSED = 0.99  # the counts of all kinds are multiplied by this after a cycle without guesses: every kind is tried again some time
+DECAY_UNGUESSED = 0.997  # the counts of all kinds are multiplied by this after a cycle without guesses: every kind is tried again some time
 RELAX = 0.997  # after a cycle without guesses, costs above those assumed before the first measurement keep this share of the excess
 SMOOTHING = 0.25  # weight of the newest time in the running mean
 UNGUESSED_EVERY = 24  # every UNGUESSED_EVERY-th cycle is without guesses, to measure what that costs
-MAX_BACKOFF = 7  # cycles without guesses before the next choice, if guesses did not pay
+MAX_BACKOFF = 31  # cycles without guesses before the next choice, if guesses did not pay
 MAX_OUTLIER = 1.3  # times above MAX_OUTLIER x the running mean are clipped
 
 
@@ -48,18 +49,23 @@ class Estimates:
         """c(W) = 1 + slope (W - 1), relative to the baseline."""
         self.draft_cost: dict[int, float] = {}
         """Cost of drafting one token by its loop steps, relative to the baseline."""
-        self.accepted: dict[str, list[float]] = {}
-        self.compared: dict[str, list[float]] = {}
+        self.accepted: dict[int, list[float]] = {}
+        self.compared: dict[int, list[float]] = {}
         """Guesses of each kind that were accepted, and that were compared with the true token, by their place in the cycle; old ones count
         less (DECAY)."""
         self.cycles = 0
+        self.backoff = 0
+        """Cycles without guesses after the newest choice: exponential backoff, since choosing takes time too. The next request begins with
+        it."""
 
-    def acceptance(self, kind: str) -> float:
-        """The estimated share of accepted guesses of a kind, in all places."""
+    def acceptance(self, kind: int) -> float:
+        """The estimated share of accepted guesses of a kind, in all places. Before a draft with so many loop steps was tried, it is derived
+        from that of drafts with one step less, so that more steps are tried where more guesses would be right."""
         accepted, compared = (sum(counts.get(kind, ())) for counts in (self.accepted, self.compared))
-        return min((accepted + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (compared + PRIOR_WEIGHT), MAX_ACCEPTANCE)
+        prior = 1 - PRIOR_WRONG * (1 - self.acceptance(kind - 1)) if kind > 1 else PRIOR_ACCEPTANCE
+        return min((accepted + prior * PRIOR_WEIGHT) / (compared + PRIOR_WEIGHT), MAX_ACCEPTANCE)
 
-    def tokens(self, kind: str) -> list[float]:
+    def tokens(self, kind: int) -> list[float]:
         """The expected tokens of a cycle by its number of guesses, 0 to MAX_GUESSES: the right guesses before the first wrong one, and the
         true token after them. Where a place was seldom reached, the share in all places counts instead."""
         everywhere, reached, tokens = self.acceptance(kind), 1.0, [1.0]
@@ -68,7 +74,7 @@ class Estimates:
             tokens.append(tokens[-1] + reached)
         return tokens
 
-    def count(self, kind: str, accepted: int, compared: int) -> None:
+    def count(self, kind: int, accepted: int, compared: int) -> None:
         """Count the guesses of a cycle: `compared` with the true token, all `accepted` or the last of them wrong."""
         for counts, n in ((self.accepted, accepted), (self.compared, compared)):
             counts[kind] = [DECAY * old + (i < n) for i, old in enumerate(counts.get(kind, _NOTHING))]
@@ -125,21 +131,19 @@ class Chooser:
         full = plain_layers + sum(n * k for n, k in zip(sizes, steps, strict=True))
         self.draft_prior = {d: (plain_layers + sum(min(d, k) * n for n, k in zip(sizes, steps, strict=True))) / full for d in STEPS}
         """Cost of a draft relative to the baseline before it is measured: the ratio of layer applications, with the prompt's mean steps."""
-        self.methods: list[tuple[Speculation, str, int]] = [(Lookup(NGRAM, m), "lookup", m) for m in LENGTHS]
-        if sizes:
-            self.methods += [(Draft(m, d), f"draft at {d}", m) for m, d in product(LENGTHS, STEPS)]
-        self.kinds = list(dict.fromkeys(kind for _, kind, _ in self.methods))
+        self.draft_steps = STEPS if sizes else ()
         self._unguessed = 0
         """Cycles without guesses since the estimates were decayed."""
-        self._backoff_left = self._backoff = 0
-        """Cycles without guesses until the next choice, and their number at the last choice: exponential backoff, since choosing takes
-        time too."""
+        self._backoff_left = estimates.backoff
+        """Cycles without guesses until the next choice."""
 
-    def cost(self, method: Speculation, guesses: int) -> float:
-        """Cost of a cycle, relative to the baseline."""
-        estimates = self.estimates
-        drafts = guesses * estimates.draft_cost.get(method.steps, self.draft_prior[method.steps]) if isinstance(method, Draft) else 0.0
-        return drafts + 1 + estimates.slope * guesses
+    def draft_cost(self, steps: int) -> float:
+        """Cost of drafting a token. Before it is measured for this number of steps, it is derived from those that are."""
+        measured = self.estimates.draft_cost
+        if steps in measured or not measured:
+            return measured.get(steps, self.draft_prior[steps])
+        nearest = min(measured, key=lambda other: abs(other - steps))
+        return self.draft_prior[steps] * measured[nearest] / self.draft_prior[nearest]
 
     def choose(self, max_guesses: int, look_up: Callable[[int, int], Sequence[int]]) -> Speculation:
         """The method of the next cycle, with at most `max_guesses` guesses; `look_up(ngram, n)` gives those of a lookup."""
@@ -155,15 +159,15 @@ class Chooser:
         if self._unguessed:
             estimates.decay_after_unguessed(self._unguessed, self.draft_prior)
             self._unguessed = 0
-        n_lookup = len(look_up(NGRAM, min(max_guesses, MAX_GUESSES)))
-        tokens = {kind: estimates.tokens(kind) for kind in self.kinds}
-        for method, kind, m in self.methods:
-            if m <= (n_lookup if kind == "lookup" else max_guesses):
-                gain = tokens[kind][m] / self.cost(method, m)
+        kinds = [(steps, self.draft_cost(steps), max_guesses) for steps in self.draft_steps]
+        for kind, draft_cost, limit in (*kinds, (LOOKUP, 0.0, len(look_up(NGRAM, min(max_guesses, MAX_GUESSES))))):
+            tokens = estimates.tokens(kind) if limit else ()
+            for m in (m for m in LENGTHS if m <= limit):
+                gain = tokens[m] / (1 + m * (estimates.slope + draft_cost))
                 if gain > best_gain:
-                    best, best_gain = method, gain
+                    best, best_gain = Lookup(NGRAM, m) if kind == LOOKUP else Draft(m, kind), gain
         self._unguessed += best == OFF
-        self._backoff_left = self._backoff = min(MAX_BACKOFF, 2 * self._backoff + 1) if best == OFF else 0
+        self._backoff_left = estimates.backoff = min(MAX_BACKOFF, 2 * estimates.backoff + 1) if best == OFF else 0
         return best
 
     def skip(self, n: int) -> int:
@@ -181,6 +185,6 @@ class Chooser:
         self._unguessed -= n
 
 
-def guess_kind(method: Speculation) -> str:
-    """The name under which acceptances of a method are counted: drafts with the same number of loop steps, or lookups."""
-    return f"draft at {method.steps}" if isinstance(method, Draft) else "lookup"
+def guess_kind(method: Speculation) -> int:
+    """Under which kind acceptances of a method are counted: the loop steps of a draft, or LOOKUP."""
+    return method.steps if isinstance(method, Draft) else LOOKUP

@@ -17,9 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from twoscale.config.dtypes import WeightDtype
 from twoscale.engine.cache import Cache
 from twoscale.engine.counters import Counters
 from twoscale.engine.kernels import InferenceCopy, KernelName, TorchKernels, optimize_for_inference
+from twoscale.engine.kernels.native_decode import NativeDecoder
+from twoscale.engine.kernels.quantize import quantize
 from twoscale.engine.request import LoopParams, RequestGroup
 from twoscale.engine.rows import Rows
 from twoscale.model import LoopedGPT, StateNoise
@@ -31,6 +34,7 @@ SequenceInput = tuple[int, Cache, Sequence[int]]  # a sequence's index in the ca
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_TABLE_SIZE = 1 << 24  # entries; if start states, or cos and sin, of all positions need more, they are computed for each token instead
 MAX_TABLES = 4  # tables that are cached: of start states, for as many seeds of a model; of cos and sin, for as many model shapes
+DRAFT_DTYPE: WeightDtype = "w8a8"
 
 
 class Engine:
@@ -66,6 +70,18 @@ class Engine:
         """Decodes several tokens of one sequence in one call of a kernel; None: every token is a pass."""
         self.source_model = model
         """The model that the engine was made from; `model` is its inference copy."""
+
+    @property
+    def draft_decoder(self) -> NativeDecoder | None:
+        """Decodes the drafts of speculation, on the caches of this engine. Weights in fp32 are rounded to w8a8 for it, in a copy that is
+        made when the first draft is: a draft need not be exact, and a token takes a fraction of the time."""
+        if self.decoder is None or self.source_model.weight_dtype != "fp32":
+            return self.decoder
+        with _DRAFT_LOCK:
+            if self.model not in _DRAFT_ENGINES:
+                with torch.inference_mode(False):
+                    _DRAFT_ENGINES[self.model] = Engine(quantize(self.source_model, DRAFT_DTYPE))
+            return _DRAFT_ENGINES[self.model].decoder
 
     def new_cache(self, capacity: int, params: LoopParams) -> Cache:
         """An empty KV cache for one sequence."""
@@ -202,6 +218,9 @@ def _rope_table(block_size: int, head_dim: int, base: float, device: torch.devic
     with torch.inference_mode(False):
         return rope_table(torch.arange(block_size, device=device), head_dim, base)
 
+
+_DRAFT_ENGINES: "WeakKeyDictionary[LoopedGPT, Engine]" = WeakKeyDictionary()  # by the inference copy whose drafts they compute
+_DRAFT_LOCK = threading.Lock()
 
 _TABLES: WeakKeyDictionary[LoopedGPT, dict[object, dict[int, Tensor]]] = WeakKeyDictionary()
 _TABLES_LOCK = threading.Lock()

@@ -129,7 +129,7 @@ class Speculator:
         cache, method = self._draft_cache, self.method
         if not self._drafts_left or cache is None or self.guesses or not isinstance(method, Draft):
             return
-        decoder, vocab_size = self.engine.decoder, self.engine.config.vocab_size
+        decoder, vocab_size = self.engine.draft_decoder, self.engine.config.vocab_size
         if decoder is None or not cache.levels_filled():
             return
         sequence = decoder.sequence(cache, sequence_sampling(request.sampling, vocab_size), is_draft=True)
