@@ -100,7 +100,7 @@ def test_idle_connections(loaded) -> None:  # type: ignore[no-untyped-def]
     """Requests share a connection, also when two are sent at once; without a request it is closed after a while."""
     with serving(loaded, idle_timeout=0.4) as (address, _), half_open(address.removeprefix("http://"), 1, 2 * (HEAD + ASK)) as (sock,):
         found = answer(sock)
-        assert found.count(b"200 OK") == 2 and b"408" not in found
+        assert found.count(b"200 OK") == 2 and b"408 Request Timeout" not in found
 
 
 def test_silent_connections(loaded) -> None:  # type: ignore[no-untyped-def]

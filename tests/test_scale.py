@@ -54,6 +54,7 @@ def test_the_page_is_the_table(cli: CommandLine) -> None:
     assert code == 0 and out.strip() in page and len(out.strip().splitlines()) == 2 + len(scale.runs())
 
 
+@pytest.mark.long
 def test_here(cli: CommandLine) -> None:
     """Every second step gives the share and the others are foretold; a whole run takes its tokens times FLOPs at that rate."""
     config = presets.nano()

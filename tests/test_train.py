@@ -115,6 +115,7 @@ print(high() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read the peak of memory")
+@pytest.mark.long
 def test_memory_does_not_grow_with_loops() -> None:
     """A training step at K = 64 with backprop_steps = 8 peaks at no more than 1.15x the memory of K = 8."""
     peaks = {}

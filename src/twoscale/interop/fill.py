@@ -21,7 +21,7 @@ from twoscale.model.quantized import Matrix, scales_shape
 from twoscale.train import checkpoint as ckpt
 
 SCALE = "_scale"  # a matrix NAME in int8 has its scales as NAME_scale
-LARGE = 1 << 20  # entries of a weight
+LARGE = 1 << 20  # so many entries are converted before freed memory is returned
 SAFETENSORS = {"bf16": "BF16", "int8": "I8"}
 
 
@@ -99,12 +99,16 @@ def fill(content: Content, dtype: DtypeChoice, device: torch.device) -> LoopedGP
         return model
     builder = QuantizedModelBuilder(content.config, chosen, device)
     as_stored = (chosen == "w8a8" or chosen == "int8") and content.dtype == "int8"
+    since = 0
     for name in content.by_size():
         weight = content.read[name]()
         builder.put(name, weight if as_stored or isinstance(weight, Tensor) else weight.dequantize())
         del weight
-        if content.sizes[name] >= LARGE:
+        since += content.sizes[name]
+        if since >= LARGE:
             _return_freed_memory()
+            since = 0
+    _return_freed_memory()
     return builder.model
 
 
