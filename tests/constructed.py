@@ -1,8 +1,12 @@
 """Sweeps, calibrations and measurements with constructed numbers, for tests of what is said about them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from twoscale.config import presets
+from twoscale.report.load import RunFiles
 from twoscale.tradeoff.summary import Sweep
 
 HEADER = {"loops": 30, "mean_loops": 12, "checkpoint": "step-1", "groups": 1, "tokens": 6144, "clusters": 23, "by": "pieces"}
@@ -111,3 +115,13 @@ def a_record(
         groups.append({"name": name, "step_norm": {"mean": norms}, "step_cosine": {"mean": means, "count": counts}})
     boundaries = [{"from": "4", "to": "5-6", "dlr": {"settled_k1": {"mean": d}}} for d in drift]
     return {"step": step, "groups": groups, "boundaries": boundaries, **changes}
+
+
+def a_run(**changes: Any) -> RunFiles:
+    """A run of which only what is asked for was measured."""
+    record = a_record(step=4300, trained_tokens=1_000, tokens=1024, source="builtin")
+    for group in record["groups"]:
+        group |= {"verdict": "settling", "verdict_shares": {"settling": 0.995}, "loops": 30}
+    geometry = [a_record(step=0, source="text of its own"), record]
+    config = replace(presets.tiny(), name="one")
+    return RunFiles(Path("runs/one"), config, [], geometry, None, None, **changes)

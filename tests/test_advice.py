@@ -25,11 +25,11 @@ def test_ties_go_to_the_fixed_depth() -> None:
         "; on the sweep's 6,144 tokens dCE +0.0020 [+0.0010, +0.0030] nats against all 30 loops; chosen on these tokens, not certified."
     )
     assert "settings whose CE rises by no more than 0.01 nats on the sweep's text" in words
-    assert "The best rule of the same quality is step-norm:1.0: 3.90 [3.70, 4.10] ms" in words and "cannot be told apart" in words
+    assert "The best rule within the same limit of loss is step-norm:1.0: 3.90 [3.70, 4.10] ms" in words and "cannot be told apart" in words
     quicker = a_point("step-norm:1.0", (3.5, 3.6, 3.79), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, quicker))
     assert head.startswith("Use step-norm:1.0: 3.60 [3.50, 3.79] ms a token") and "; it costs more, by whole intervals." in words
-    assert "The best fixed depth of the same quality is fixed:4" in words and "told apart" not in words
+    assert "The best fixed depth within the same limit of loss is fixed:4" in words and "told apart" not in words
     slower = a_point("step-norm:1.0", (4.3, 4.5, 4.7), 4.7, 0.003)
     head, words = recommend(a_sweep(fixed, slower))
     assert head.startswith("Use fixed:4") and "costs more than fixed:4" in words and "told apart" not in words
@@ -195,7 +195,7 @@ def test_a_certified_setting_is_the_recommendation() -> None:
     )
     assert (
         words.count("For this model use") == 1
-        and "they cost more than fixed:5, so on this model these thresholds save nothing over a" in words
+        and "they cost more than fixed:5, so within this limit these thresholds save nothing over it." in words
     )
     assert "In use: `twoscale generate` and `eval` with `--loops 5`. `--exit auto` takes the calibrated thresholds instead." in words
     same = certified_sweep()

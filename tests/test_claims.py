@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from constructed import HEADER, a_point, a_record
+from twoscale.config import TrainConfig
 from twoscale.report.claims import Claim, judge
 from twoscale.report.exit_claims import beside, judge_exits
 from twoscale.tradeoff.summary import Sweep
@@ -27,6 +28,8 @@ def claim(letter: str, *records: dict[str, Any]) -> Claim:
         ((None, 0.1), "undecided", "group 1 (layer 4): not measured; group 2 (layers 5-6): 10 %"),
         ((None, 0.6), "refuted", "group 1 (layer 4): not measured; group 2 (layers 5-6): 60 %"),
         ((0.0, 0.004), "confirmed", "group 1 (layer 4): 0 %; group 2 (layers 5-6): 0.4 %"),
+        ((0.0254, 0.094), "confirmed", "group 1 (layer 4): 2.5 %; group 2 (layers 5-6): 9.4 %"),
+        ((0.0998, 0.1049), "confirmed", "group 1 (layer 4): 10 %; group 2 (layers 5-6): 10 %"),
     ],
 )
 def test_claim_a(decay: tuple[float | None, ...], outcome: str, words: str) -> None:
@@ -86,6 +89,8 @@ def test_controls(letter: str, passes: dict[str, Any]) -> None:
         (a_record((0.1, 0.1), steady=3), "confirmed"),
         (a_record((0.1, 0.3), steady=3), "undecided"),
         (a_record((0.3, 0.3), steady=3), "refuted"),
+        (a_record((0.3, 0.2004), steady=3), "undecided"),  # group 2 prints 20 % both times
+        (a_record((0.1, 0.1996), steady=3), "undecided"),
         (a_record((0.1, 0.1), steady=7), "refuted"),
         (a_record((0.1, 0.1)), "undecided"),  # as soon as before
         (a_record(), "undecided"),  # nothing has changed
@@ -107,11 +112,11 @@ def test_claim_c_says_where_k_is_not_defined() -> None:
     """Where claim (b) finds no steady value there is no loop step from which on it is kept; without one both times nothing is compared."""
     moving, better = {"cosines": (0.2, 0.2)}, {"decay": (0.1, 0.1)}
     lost = claim("c", a_record(step=10), a_record(**moving, **better))
-    assert "; k 5, then none (no steady value)" in lost.measured and lost.outcome == "refuted"
+    assert "; k 5, then none (not steady by the rule of (b))" in lost.measured and lost.outcome == "refuted"
     found = claim("c", a_record(step=10, **moving), a_record(**better))
-    assert "; k none (no steady value), then 5" in found.measured and found.outcome == "confirmed"
+    assert "; k none (not steady by the rule of (b)), then 5" in found.measured and found.outcome == "confirmed"
     never = claim("c", a_record(step=10, **moving), a_record(**moving, **better))
-    assert "; k not defined (no steady value both times)" in never.measured and never.outcome == "undecided"
+    assert "; k not defined (by the rule of (b) not steady at either time)" in never.measured and never.outcome == "undecided"
 
 
 def test_claim_c_names_different_texts() -> None:
@@ -123,6 +128,27 @@ def test_claim_c_names_different_texts() -> None:
     )
     assert "different" not in claim("c", early, a_record(source="text of its own")).measured
     assert "different" not in claim("c", a_record(step=10), a_record(source="builtin")).measured
+
+
+def test_claim_c_names_its_training_steps() -> None:
+    """The claim says from which training step to which, and where training drew its loops about another mean, that it did and which."""
+    both = "Both, the decay of (a) and the steadiness of (b), strengthen with training"
+    assert claim("c", a_record(step=10), a_record()).text == f"{both} (here from training step 10 to 100)."
+    assert claim("c", a_record()).text == f"{both}." and claim("c", a_record(step=0), a_record()).text == f"{both}."
+    records = [a_record(step=10), a_record(step=50), a_record()]
+    for ramp, text, measured in (
+        (90, "; the mean number of loops in training differed).", "differed: 3.33 at step 10, 6 at step 100"),
+        (5, "training step 10 to 100).", ""),
+        (0, "training step 10 to 100).", ""),
+    ):
+        train = TrainConfig(loops_start=3, loops_ramp=ramp)
+        found = judge(records, lambda step, train=train: train.mean_loops(step, 6))[2]
+        assert found.text.endswith(text) and found.measured.endswith(measured), ramp
+        assert ("mean number of loops" in found.measured) == bool(measured) and found.outcome == claim("c", *records).outcome
+    early = [a_record(step=10, source="text of its own"), a_record(source="builtin")]
+    found = judge(early, lambda step: float(step))[2]
+    assert "10 at step 10, 100 at step 100. The two were measured on different held-out text" in found.measured
+    assert "mean number" not in judge(early, lambda step: None)[2].text, "how it was trained is not known"
 
 
 @pytest.mark.parametrize(
@@ -241,9 +267,9 @@ def test_claim_g() -> None:
     for dce, outcome in ((0.3, "confirmed"), (0.0115, "confirmed"), (0.0105, "undecided"), (0.0095, "undecided"), (0.0089, "refuted")):
         found = exit_claim("g", **{"step-norm:0.01": ((290.0, 300.0, 310.0), 12.0, dce)})
         assert found.outcome == outcome, dce
-        assert found.measured.endswith(f"the largest threshold tried that keeps CE is {'0.01' if dce < 0.0095 else '0.001'}"), (
-            found.measured
-        )
+        assert found.measured.endswith(
+            f"the largest threshold tried that keeps CE within 0.01 nats by its whole interval is {'0.01' if dce < 0.0095 else '0.001'}"
+        ), found.measured
     assert exit_claim("g", **{"step-norm:0.001": ((390.0, 400.0, 410.0), 18.0, 0.5)}).outcome == "undecided"
     assert "keeps CE" not in exit_claim("g", **{"step-norm:0.001": ((390.0, 400.0, 410.0), 18.0, 0.5)}).measured
     assert exit_claim("g", **{"step-norm:0.001": None}).measured.startswith("not measured")

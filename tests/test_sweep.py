@@ -1,6 +1,7 @@
 """`sweep`, `calibrate`, `generate --exit auto` and the verdicts, from the command line and on files."""
 
 import copy
+import html
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from twoscale.geometry.probe import probe_geometry
 from twoscale.report.advice import recommend
 from twoscale.report.build import report
 from twoscale.report.exit_claims import judge_exits
-from twoscale.report.words import signed, sweep_text
+from twoscale.report.words import measured_words, signed
 from twoscale.tradeoff.summary import Sweep, read_sweep
 from twoscale.train import start_run
 
@@ -310,7 +311,7 @@ def test_recommendation() -> None:
     assert head.startswith(
         "Use acceleration:0.01: 360.0 [352.8, 367.2] ms a token, 16.0 steps (40 % less time (38 to 42 %) than all 30 loops"
     )
-    assert "The best fixed depth of the same quality is all 30 loops: 600.0" in words
+    assert "The best fixed depth within the same limit of loss is all 30 loops: 600.0" in words
     head, words = recommend(a_sweep(**PAPERS, fixed__6e0=(0.003, 200.0, 6.0)))
     assert head.startswith("Use fixed:6") and "no rule that was tried saves anything" in words and "acceleration:0.01" in words
     head, words = recommend(a_sweep(full=(0.0, 600.0, 30.0), step_norm__1e2=(0.3, 300.0, 12.0)))
@@ -329,10 +330,10 @@ def test_page(swept: Path) -> None:
     sweep = read_sweep(swept / "sweep.jsonl")
     assert sweep is not None and f"All {len(sweep.points)} points" in page and "id='recommendation'" in page
     assert page.index("class='verdicts'") < page.index("id='contents'") < page.index("id='claims'"), "the verdicts are on the first screen"
-    measured_on = f"Measured on {sweep_text(sweep.header)}."
-    assert page.count(measured_on) == 6 and "corpus.txt" in measured_on, (
-        "the five figures of the sweep and the recommendation name their text"
-    )
+    untimed, timed = (html.escape(measured_words(sweep.header, rounds)) for rounds in (0, sweep.rounds))
+    decides = sweep.cost == "ms"
+    assert "corpus.txt" in untimed and "decoding of 8 tokens of 1 window of" in timed and sweep.header["timed_tokens"] == 8
+    assert (page.count(untimed), page.count(timed)) == (4 - decides, 2 + decides), "three figures, two with times, and the recommendation"
     assert "Losses are to be compared only where they are of the same tokens" in page and "the default of 3 loops" in page
 
 

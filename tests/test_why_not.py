@@ -151,20 +151,68 @@ def test_the_loss_against_the_default_depth() -> None:
     """Where time is quoted against the default depth, so is the loss, where it was measured; for a rule, a fixed depth and on the sweep."""
     fixed = a_setting(5.0, "fixed:5") | {"against_default": apart(-0.002, 0.001, "ce")}
     sentence = in_a_sentence(certified_sweep(), a_calibration(fixed=fixed))
-    assert sentence.endswith("below the limit by its whole interval, and -0.0020 [-0.0030, -0.0010] against the default of 12 loops.")
-    assert (
-        "[0.0000, +0.0020] nats against all 30 loops, and -0.0020 [-0.0030, -0.0010] against"
-        in recommend(certified_sweep(), a_calibration(fixed=fixed))[1]
-    )
-    assert "against the default of 12 loops." not in in_a_sentence(certified_sweep(), a_calibration()), "an earlier file has none"
+    less = "measurably less than the default of 12 loops, by -0.0020 [-0.0030, -0.0010]"
+    assert sentence.endswith(f"below the limit by its whole interval; in loss {less}.")
+    words = recommend(certified_sweep(), a_calibration(fixed=fixed))[1]
+    assert f"[0.0000, +0.0020] nats against all 30 loops, and {less}" in words
+    assert in_a_sentence(certified_sweep(), a_calibration()).endswith("by its whole interval."), "an earlier file has none"
     quick = certified_sweep()
     quick.points[-1] |= {"ms_low": 3.0, "ms": 3.1, "ms_high": 3.2}
-    assert in_a_sentence(quick, a_calibration()).endswith(", and 0.0000 [-0.0010, +0.0010] against the default of 12 loops.")
+    assert in_a_sentence(quick, a_calibration()).endswith(
+        "; in loss no measurable change against the default of 12 loops (0.0000 [-0.0010, +0.0010])."
+    )
     swept = {"default_dce": -0.001, "default_dce_low": -0.002, "default_dce_high": 0.0}
     four = a_point("fixed:4", (3.9, 4.0, 4.1), 4.0, setting=4.0) | swept
-    assert "against all 30 loops, and -0.0010 [-0.0020, 0.0000] against the default of 12 loops (on the 6,144" in in_a_sentence(
-        a_sweep(four)
-    )
-    assert "and -0.0010" not in in_a_sentence(a_sweep(four, mean_loops=30)), "the default is the full run"
+    against = "against all 30 loops, and no measurable change against the default of 12 loops (-0.0010 [-0.0020, 0.0000]) (on the 6,144"
+    assert against in in_a_sentence(a_sweep(four))
+    assert "-0.0010 [-0.0020" not in in_a_sentence(a_sweep(four, mean_loops=30)), "the default is the full run"
     own = Sweep(HEADER, [FULL, DEFAULT | {"setting": 12.0} | swept], 3)
-    assert "and -0.0010" not in in_a_sentence(own), "the default itself"
+    assert "-0.0010 [-0.0020" not in in_a_sentence(own), "the default itself"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.0019, 0.0069, "measurably more than the default of 12 loops, by +0.0038 [+0.0019, +0.0069]"),
+        (0.00004, 0.0069, "no measurable change against the default of 12 loops (+0.0038 [0.0000, +0.0069])"),
+        (-0.0019, 0.0069, "no measurable change against the default of 12 loops (+0.0038 [-0.0019, +0.0069])"),
+    ],
+)
+def test_more_loss_than_the_default_is_said_in_words(low: float, high: float, words: str) -> None:
+    """A loss that is higher than the default depth's by its whole interval, as it is printed, is called so beside 'no measurable change'
+    against the full run."""
+    four = a_point("fixed:4", (3.9, 4.0, 4.1), 4.0, setting=4.0, default_dce=0.0038, default_dce_low=low, default_dce_high=high)
+    assert f"nats, no measurable change, against all 30 loops, and {words} (on the 6,144 tokens" in in_a_sentence(a_sweep(four))
+    assert f"nats against all 30 loops, and {words}" in recommend(a_sweep(four))[1]
+
+
+# -- a certified single threshold --------------------------------------------------------------------------------
+
+
+def test_a_certified_single_threshold_is_passed_over() -> None:
+    """A single threshold that is certified and takes fewer steps or FLOPs than the recommended fixed depth is named with the reason; one
+    that takes more of both, or was not certified, is not."""
+
+    def words(steps: float, flops: float, rule: str | None = "acceleration:3.0", sweep: Sweep | None = None) -> str:
+        found = a_calibration(single=a_setting(steps, rule, flops=flops), fixed=a_setting(5.0, "fixed:5", flops=5e6))
+        return recommend(sweep or certified_sweep(), found)[1]
+
+    both = (
+        "On the report part acceleration:3.0 takes fewer steps (4.97 against 5.00) and fewer FLOPs (4.90 against 5.00 MFLOP a token) than "
+        "fixed:5. It is passed over: one threshold for all groups is only compared with, not chosen; by counted FLOPs it would tie with "
+        "fixed:5 (less than 5 % fewer), and a tie goes to the fixed depth."
+    )
+    assert both in words(4.97, 4.9e6)
+    assert (
+        "acceleration:3.0 takes fewer steps (4.00 against 5.00) and fewer FLOPs (4.00 against 5.00 MFLOP a token) than fixed:5. It is "
+        "passed over: one threshold for all groups is only compared with, not chosen.\n"
+    ) in words(4.0, 4e6), "five percent are no tie"
+    dear = words(4.97, 5e6)
+    assert "takes fewer steps (4.97 against 5.00) than fixed:5. It is passed over: one threshold for all groups is only" in dear
+    assert "not chosen; with its own work the rule takes no fewer FLOPs than fixed:5." in dear and "tie with" not in dear
+    assert "acceleration:3.0 takes fewer FLOPs (4.90 against 5.00 MFLOP a token) than fixed:5." in words(5.0, 4.9e6)
+    assert "passed over" not in words(5.0, 5e6) + words(5.47, 5.2e6) + words(4.97, 4.9e6, None)
+    quick = certified_sweep()
+    quick.points[-1] |= {"ms_low": 3.0, "ms": 3.1, "ms_high": 3.2}
+    assert "passed over" not in words(4.97, 4.9e6, sweep=quick), "no fixed depth is recommended"
+    assert "passed over" not in words(4.97, 4.9e6, sweep=a_sweep()), "nothing certified is recommended"

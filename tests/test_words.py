@@ -18,13 +18,16 @@ from twoscale.report.words import (
     confidence,
     losses_note,
     mean_steps,
+    measured_words,
     other_text,
     part_words,
     side,
     signed,
     sweep_text,
+    timed_text,
 )
 from twoscale.tradeoff.calibrate import certified_words
+from twoscale.tradeoff.latency import timed_tokens
 from twoscale.tradeoff.results import settings_tested
 from twoscale.tradeoff.summary import CALIBRATION_VERSION, read_calibration, read_sweep
 
@@ -66,7 +69,32 @@ def test_texts_are_named() -> None:
     assert text_words("all", 512, 8, "windows", "a.txt") == "512 tokens (8 windows) spread over all held-out text of a.txt"
     assert text_words("certify", 99, 1, "documents") == "99 tokens (1 document) from the certify part of the held-out text"
     assert text_words("fit", 1) == "1 token from the fit part of the held-out text"
-    assert f"Measured on {sweep_text(HEADER)}." in recommend(a_sweep())[1]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "header", "words"),
+    [
+        (6, {"timed_tokens": 8, "windows": 20}, "8 tokens of each of 6 windows"),
+        (3, {"timed_tokens": 8, "windows": 3}, "8 tokens of each of 3 windows"),
+        (6, {"timed_tokens": 8, "windows": 3}, "8 tokens of each of 3 windows, in 6 rounds"),
+        (1, {"timed_tokens": 1, "windows": 3}, "1 token of 1 window"),
+        (6, {"windows": 20}, "a few tokens of each of 6 windows"),
+        (3, {}, "a few tokens of each of 3 windows"),
+    ],
+)
+def test_times_are_of_few_tokens(rounds: int, header: dict[str, int], words: str) -> None:
+    """Losses and steps are of the sweep's tokens, times of a few in each round: as many as the file records, or "a few"."""
+    assert timed_text(HEADER | header, rounds) == words
+    sentence = f"Losses and steps are measured on {sweep_text(HEADER)}; times are of cached decoding of {words} of that text."
+    assert measured_words(HEADER | header, rounds) == sentence
+    assert (sentence in recommend(a_sweep(rounds=rounds, **header))[1]) == (rounds >= 3), "where times decide"
+    assert (f"Measured on {sweep_text(HEADER)}." in recommend(a_sweep(rounds=rounds, **header))[1]) == (rounds < 3)
+    assert measured_words(HEADER | header, 0) == f"Measured on {sweep_text(HEADER)}."
+
+
+def test_timed_tokens_of_a_window() -> None:
+    """A round reads 32 tokens of a window and decodes 8; of a short window what there is."""
+    assert [timed_tokens(window) for window in (256, 40, 36, 8)] == [(32, 8), (32, 8), (32, 4), (6, 2)]
 
 
 def test_losses_of_different_text() -> None:

@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from constructed import a_calibration, a_point, a_record, a_sweep
+from constructed import a_calibration, a_point, a_run, a_sweep
 from twoscale.cli.calibrate import CalibrateArgs
 from twoscale.cli.eval import table as eval_table
 from twoscale.cli.generate import summary
 from twoscale.cli.parse import parse
 from twoscale.cli.sweep import SweepArgs, table as sweep_lines
-from twoscale.config import presets
-from twoscale.report.load import RunFiles
-from twoscale.report.overview import advice_of, card, missing, missing_html, picture, shipped_words, why_not_of
-from twoscale.report.page import TAUS, about_run, commands, comparison_words, figure_html, glossary, measured_with, setup_section, units_of
+from twoscale.report.overview import TAUS
+from twoscale.report.page import about_run, commands, comparison_words, glossary, measured_with, setup_section, units_of
 from twoscale.report.registry import FIGURES
-from twoscale.report.tables import evaluation_table, samples_section, sweep_table
+from twoscale.report.tables import evaluation_table, samples_section, sweep_table, token_table
 from twoscale.tradeoff.commands import sweep_settings
 from twoscale.tradeoff.latency import parties
 from twoscale.tradeoff.points import RULES, TAUS as POINT_TAUS
@@ -41,6 +39,9 @@ def test_tables_name_their_text() -> None:
         "the full run, which others are compared with, has no interval"
     )
     assert "median over 3 rounds of timing" in page and "median over 1 round of timing" in sweep_table(a_sweep(rounds=1))
+    few = "on those tokens a rule may take fewer or more steps than its mean in this table, which is of all tokens"
+    assert f"over rounds. Times are of a few tokens of each of 3 windows; {few}</h3>" in page and few not in sweep_table(a_sweep(rounds=0))
+    assert f"over rounds. Times are of 8 tokens of each of 3 windows; {few}" in sweep_table(a_sweep(timed_tokens=8))
     assert "<td>full run</td><td>all 30 loops</td>" in page and "<td>fixed:12 (the default depth)</td>" in page
     assert "+-0" not in page and "-0.0000" not in sweep_table(a_sweep(a_point("kl:1", None, 3.0, -1e-6)))
     found = {
@@ -55,6 +56,15 @@ def test_tables_name_their_text() -> None:
     assert "<th>1 loop</th><th>12 loops</th>" in page and "<td>nats a token</td><td class='n'>2.0000</td>" in page and "bigram" not in page
     page = evaluation_table(found | {"bigram_cross_entropy": 2.5, "bytes": 16384})
     assert "bigram" in page and "<td>bits per byte</td><td class='n'>1.4427</td>" in page, "two nats a token of two bytes"
+
+
+def test_tokens_are_ranked_without_intervals() -> None:
+    """The list of single tokens says that its ranks have no intervals; without tokens there is no list."""
+    entry = {"token": "a", "count": 7, "steps": 3.0, "loss": 1.0}
+    page = token_table(a_point("kl:1", None, 3.0, hard={"tokens": [entry]}))
+    assert "<h3>Single tokens, ranked by their mean steps without intervals: " in page and "<code>a</code>" in page
+    assert token_table(a_point("kl:1", None, 3.0, hard={"tokens": []})) == ""
+    assert "single tokens, ranked by their mean steps without intervals." in FIGURE["hard_tokens"].caption
 
 
 def test_sweep_lines() -> None:
@@ -116,6 +126,8 @@ def test_captions() -> None:
     timed = words["against_tau"]
     assert "Settings are timed in groups of up to 23, one group after the other; those of a group take turns with each other and" in timed
     assert "Times are relative to the full run: ms a token is a setting's time divided by the full run's in its own group and the" in timed
+    through = "Random exits and oracles are decoded step by step through Python, not in the C loop that decodes fixed depths and the usual"
+    assert through in words["tradeoff"] and "drawing its depths" not in words["tradeoff"]
     assert [len(party) for party in parties([str(i) for i in range(50)])] == [24, 24, 5], "with the full run in each"
     assert not any("over documents" in caption for caption in words.values()), "the unit is the run's own"
 
@@ -134,23 +146,16 @@ def test_glossary() -> None:
         "Muon",
     ):
         assert word in page, word
+    for word in ("a logistic one on the lengths of steps", "`learned`", "bigram A model that knows only the token before"):
+        assert word.replace("`", "") in " ".join(page.split()), word
+    assert "the others compare states" not in page and "learned computes its own small head" in " ".join(page.split())
     for word in ("builtin", "fixed:4 takes 4 loops", "certified", "times the full run's median", "loop group", "Pareto front"):
         assert word in " ".join(page.split()), word
     assert "its 95 % interval over pieces of documents or windows, as the text beside it says." in glossary(
         True, units=["pieces of documents", "windows"]
     ) and "its 95 % interval over windows." in glossary(True, units=["windows"])
     plain = glossary(swept=False)
-    assert "dCE" not in plain and "loop group" in plain and "nats" in plain
-
-
-def a_run(**changes: Any) -> RunFiles:
-    """A run of which only what is asked for was measured."""
-    record = a_record(step=4300, trained_tokens=1_000, tokens=1024, source="builtin")
-    for group in record["groups"]:
-        group |= {"verdict": "settling", "verdict_shares": {"settling": 0.995}, "loops": 30}
-    geometry = [a_record(step=0, source="text of its own"), record]
-    config = replace(presets.tiny(), name="one")
-    return RunFiles(Path("runs/one"), config, [], geometry, None, None, **changes)
+    assert "dCE" not in plain and "controller" not in plain and "bigram" in plain and "loop group" in plain and "nats" in plain
 
 
 def test_training_names_its_text() -> None:
@@ -266,74 +271,6 @@ def test_units_of_a_page() -> None:
     """The glossary names the units of all intervals on the page, of sweeps and calibrations."""
     runs = [a_run(sweep=a_sweep(), calibration=a_calibration()), a_run(sweep=a_sweep(by="windows")), a_run()]
     assert units_of(runs) == ["pieces of documents", "windows", "documents"]
-
-
-# -- the first screen --------------------------------------------------------------------------------------------
-
-
-def test_what_is_missing_and_how_to_make_it() -> None:
-    """The page names what was not measured with the command that measures it, and nothing that was."""
-    assert [command for _, command in missing(a_run())] == [
-        "twoscale trace runs/one", "twoscale calibrate runs/one", "twoscale sweep runs/one",
-    ]  # fmt: skip
-    assert "`twoscale sweep runs/one` measures what every exit rule saves" in advice_of(a_run()) and picture(a_run()) is None
-    swept = a_run(sweep=a_sweep(), calibration=a_calibration())
-    assert [command for _, command in missing(swept)] == ["twoscale trace runs/one"] and advice_of(swept).startswith("Use ")
-    assert "<code>twoscale trace runs/one</code>" in missing_html(swept) and "twoscale sweep" not in missing_html(swept)
-    rows = [{"kind": kind, "tokens": 40, "steps": 3.0, "low": 3.0, "high": 3.0} for kind in ("name", "space")]
-    for hard, command in (
-        ({}, "mv runs/one/sweep.jsonl runs/one/sweep-old.jsonl; twoscale sweep runs/one"),
-        ({"kinds": rows[:1]}, "twoscale sweep runs/one --windows 80"),
-        ({"kinds": rows}, None),
-    ):
-        run = a_run(sweep=a_sweep(a_point("kl:1", (3.0, 3.1, 3.2), 3.0, hard=hard)), calibration=a_calibration())
-        found = dict(missing(run)).get("which kinds of tokens take longest")
-        assert found == command, "a file of an earlier version, too few tokens, and all there"
-
-
-def test_the_first_screen_names_its_text() -> None:
-    """The picture names the sweep's text, the sentence the calibration's: the same name may have two values, of two texts."""
-    run = a_run(sweep=a_sweep(a_point("fixed:5", (4.9, 5.0, 5.1), 5.0, setting=5.0)), calibration=a_calibration(rules=[None]))
-    title, figure = picture(run)  # type: ignore[misc]
-    assert title == (
-        "Loss against time, measured on 6,144 tokens (23 pieces of documents) from the report part of the held-out text. Lower and further "
-        "left is better; oracles see the labels."
-    )
-    assert "on other documents (800 tokens of the report part) the difference was +0.0010" in advice_of(run)
-    (reference,) = (text for trace in figure.data if trace.name == "full run" for text in trace.text)
-    assert reference == "all 30 loops: 30.00 steps, dCE 0 (the reference)"
-    better = a_run(
-        sweep=a_sweep(a_point("fixed:4", (3.0, 4.0, 5.0), 4.0, -0.01, setting=4.0), *run.sweep.points[2:]), calibration=run.calibration
-    )  # type: ignore[union-attr]
-    assert "In the picture fixed:4 lies lower and further left than fixed:5" in card(better, [], "", "") and why_not_of(run) == ""
-
-
-def test_measurements_that_came_along() -> None:
-    """Where a sweep came with the model the page says so and names the machine of its times; otherwise it says nothing."""
-    assert shipped_words(a_run(sweep=a_sweep())) == "" and shipped_words(a_run(shipped=True)) == ""
-    words = shipped_words(a_run(sweep=a_sweep(cpu="A CPU", threads=2), shipped=True))
-    assert words.startswith("These measurements came with the model and were not made here: times are of A CPU, 2 threads.")
-
-
-def test_one_colour_is_a_sentence() -> None:
-    """A map of one colour is a sentence instead; with two verdicts it is drawn."""
-    entry = next(e for e in FIGURES if e.name == "verdict_map")
-    one = {"verdicts": [[0, 0], [0, 0]], "verdict_names": ["settling", "drifting"], "tokens": ["a", "b"]}
-    run = a_run()
-    assert "All 2 tokens of the sequence are settling in every group" in entry.instead(replace(run, sequence=one))
-    page = figure_html(entry, replace(run, sequence=one), [], "figures", "")
-    assert "no map to draw." in page and "href" not in page and "print" not in page, "and there is no file to link"
-    assert entry.instead(replace(run, sequence=one | {"verdicts": [[0, 0], [0, 1]]})) == ""
-
-
-def test_no_circle_without_a_point() -> None:
-    """Every point of the Pareto front and the recommended one is drawn as a point of its own family, on the page's figures."""
-    sweep = a_sweep(a_point("fixed:4", (3.9, 4.0, 4.1), 4.0, setting=4.0), a_point("kl:0.1", (5.0, 5.1, 5.2), 5.0, 0.002, setting=0.1))
-    run = a_run(sweep=sweep)
-    for title, figure in [*FIGURE["tradeoff"].page(run), picture(run)]:  # type: ignore[misc]
-        circles = [t for t in figure.data if t.marker.symbol == "circle-open"]
-        points = {(x, y) for t in figure.data if t not in circles for x, y in zip(t.x, t.y, strict=True)}
-        assert circles and all((x, y) in points for t in circles for x, y in zip(t.x, t.y, strict=True)), title
 
 
 # -- the explorer ------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from twoscale.config.words import MARGIN, UNITS, all_loops, plural
-from twoscale.report.why_not import alone_words, beside_the_pick, fewer_loops
+from twoscale.report.why_not import alone_words, beside_the_pick, fewer_loops, single_words
 from twoscale.report.words import (
+    beside_default,
     beside_limit,
     between,
     calibration_sentences,
@@ -17,10 +18,10 @@ from twoscale.report.words import (
     confidence,
     cost_words,
     default_depth,
+    measured_words,
     other_text,
     part_words,
     rise,
-    sweep_text,
 )
 from twoscale.tradeoff.choice import (
     FIXED,
@@ -84,7 +85,9 @@ def recommend(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> tup
         goal = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in calibration["goal"].items())
         mine = "are the recommendation" if choice.pick["family"] == "calibrated" else "are not the recommendation"
         about = f"The calibrated thresholds of {calibration['rule']} (asked for: {goal}) {mine}."
-        paragraphs.append(" ".join([about, *calibration_sentences(calibration, sweep.header.get("mean_loops"))]))
+        passed = single_words(calibration, choice)
+        sentences = [about, *calibration_sentences(calibration, sweep.header.get("mean_loops")), passed]
+        paragraphs.append(" ".join(filter(None, sentences)))
     paragraphs.append(_use(choice.pick, sweep.header["loops"], calibration))
     return head, "\n\n".join(filter(None, paragraphs))
 
@@ -135,24 +138,23 @@ def _cost_in_loss(sweep: Sweep, choice: Choice, calibration: Mapping[str, Any] |
     bound = f"; the loss is certified to lie no more than {limit:g} nats above that of {all_loops(loops)}"
     if found is None:
         return bound
-    measured = f"{between(found, 'dce')} nats, {beside_limit(found, limit, 'the limit')}{_beside_default(sweep, pick, calibration)}"
+    default = _beside_default(sweep, pick, calibration, "; in loss ")
+    measured = f"{between(found, 'dce')} nats, {beside_limit(found, limit, 'the limit')}{default}"
     where = f"{other_text(calibration)} ({plural(calibration['tokens']['report'], 'token')} of the report part)"
     return f"{bound}; on {where} the difference was {measured}"
 
 
-def _beside_default(sweep: Sweep, pick: Point, calibration: Mapping[str, Any] | None) -> str:
-    """The loss against the default depth, on the sweep's text or on a calibration's report part; empty where it was not measured, or the
-    default depth is the setting itself or the full run, which the loss is compared with anyway."""
+def _beside_default(sweep: Sweep, pick: Point, calibration: Mapping[str, Any] | None, lead: str = ", and ") -> str:
+    """The loss against the default depth, on the sweep's text or on a calibration's report part, behind `lead`; empty where it was not
+    measured, or the default depth is the setting itself or the full run, which the loss is compared with anyway."""
     default = sweep.header.get("mean_loops")
     if default in (None, sweep.header["loops"]) or pick["id"] == f"fixed:{default}":
         return ""
-    if calibration is None:
-        found = between(pick, "default_dce") if "default_dce" in pick else ""
-    elif pick["family"] == "calibrated":
-        found = between(d, "ce") if (d := calibration["report"].get("differences", {}).get("default")) else ""
-    else:
-        found = between(d, "ce") if (d := calibration["report"].get("fixed", {}).get("against_default")) else ""
-    return f", and {found} against {default_depth(default)}" if found else ""
+    found, key = pick, "default_dce"
+    if calibration is not None:
+        part, name = ("differences", "default") if pick["family"] == "calibrated" else ("fixed", "against_default")
+        found, key = calibration["report"].get(part, {}).get(name) or {}, "ce"
+    return f"{lead}{beside_default(found, key, default)}" if key in found else ""
 
 
 def _asked(point: Point, loops: int) -> str:
@@ -168,7 +170,7 @@ def _asked(point: Point, loops: int) -> str:
 
 def _measured(sweep: Sweep) -> str:
     """What costs and qualities were measured on, and how well."""
-    words = [f"Measured on {sweep_text(sweep.header)}.", _rough(sweep)]
+    words = [measured_words(sweep.header, sweep.rounds if sweep.cost == "ms" else 0), _rough(sweep)]
     if sweep.cost == "flops":
         few = sweep.rounds < ROUNDS
         why = f"Times need {plural(ROUNDS, 'round')} and this sweep has {sweep.rounds}" if few else "Not every point was timed"
@@ -254,18 +256,22 @@ def _rivals(sweep: Sweep, choice: Choice, described: Mapping[int, str]) -> str:
         return f"No rule that was tried keeps CE within {FLAT} nats by its whole interval."
     what, other = "time" if cost == "ms" else "FLOPs", name_of(fixed, loops)
     if choice.certified:
-        lead, they, none = f"Certified to the same limit: {described[id(rule)]};", "they cost", "these thresholds save nothing"
+        lead, they, none = (
+            f"Certified to the same limit: {described[id(rule)]};",
+            "they cost",
+            "within this limit these thresholds save nothing",
+        )
     else:
         lead, they, none = (
-            f"The best rule of the same quality is {described[id(rule)]};",
+            f"The best rule within the same limit of loss is {described[id(rule)]};",
             "it costs",
-            "no rule that was tried saves anything",
+            "within this limit no rule that was tried saves anything",
         )
     if choice.pick is rule:
-        same = "certified to the same limit" if choice.certified else "of the same quality"
+        same = "certified to the same limit" if choice.certified else "within the same limit of loss"
         return f"The best fixed depth {same} is {described[id(fixed)]}; it costs more, by whole intervals."
     if below(fixed, rule, cost):
-        return f"{lead} {they} more than {other}, so on this model {none} over a fixed depth."
+        return f"{lead} {they} more than {other}, so {none} over it."
     which = "thresholds" if choice.certified else "rule"
     return f"{lead} in {what} {other} and the {which} cannot be told apart, and a tie goes to the fixed depth, which is simpler."
 
@@ -334,7 +340,7 @@ def sample_words(rule: str, choice: Choice | None, loops: int) -> str:
     if rule == pick:
         return f"exit rule: {rule}, the recommended setting"
     if choice.rule is not None and rule == name_of(choice.rule, loops) and choice.pick["family"] in FIXED:
-        best_rule = "which are certified to the same limit" if choice.certified else "the best rule of the same quality"
+        best_rule = "which are certified to the same limit" if choice.certified else "the best rule within the same limit of loss"
         return (
             f"exit rule: {rule}, {best_rule}, so that the colours show how steps differ (with the recommended {pick} every token "
             "takes the same steps)"

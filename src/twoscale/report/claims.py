@@ -44,9 +44,10 @@ class Level:
     """The LAST steps that count, from and to."""
 
 
-def judge(records: Sequence[Record]) -> list[Claim]:
-    """Claims (a) to (d) on the records of a run, oldest first."""
-    return [_decay(records), _cosines(records), _training(records), _drift(records)]
+def judge(records: Sequence[Record], loops_at: Callable[[int], float | None] = lambda step: None) -> list[Claim]:
+    """Claims (a) to (d) on the records of a run, oldest first; `loops_at` is the mean number of loops in training at a step, where it is
+    known."""
+    return [_decay(records), _cosines(records), _training(records, loops_at), _drift(records)]
 
 
 def decay_ratio(group: Record) -> float | None:
@@ -128,16 +129,18 @@ def _control(records: Sequence[Record], outcome: Callable[[Record], Outcome]) ->
     return f". Control: before training the rule says {before}{learned}{_different_texts(records[0], records[-1])}"
 
 
-def _training(records: Sequence[Record]) -> Claim:
+def _training(records: Sequence[Record], loops_at: Callable[[int], float | None]) -> Claim:
     trained = [r for r in records if r["step"] > 0]
     rule = (
         "From the first measurement after training began to the last: the share of claim (a), and the loop step k from which on the cosine "
-        f"stays within {STEADY:.2f} of the steady value of claim (b). Where the rule of (b) finds no such value, k lies beyond all; it "
-        "is not compared where there is none both times. Confirmed when both fall in every group, refuted when either rises in every group."
+        f"stays within {STEADY:.2f} of the steady value of claim (b). Where by the rule of (b) it is not steady, k lies beyond all; "
+        "it is not compared where it is not steady both times. Confirmed when both fall in every group, refuted when one and the same of "
+        "the two rises in every group, none of them left out; shares that print alike are equal."
     )
-    text = "Both, the decay of (a) and the steadiness of (b), strengthen with training."
+    text = "Both, the decay of (a) and the steadiness of (b), strengthen with training"
     if len(trained) < 2:
-        return Claim("c", text, rule, "only one measurement: train with train.geometry_interval, or trace several checkpoints", "undecided")
+        missing = "only one measurement: train with train.geometry_interval, or trace several checkpoints"
+        return Claim("c", f"{text}.", rule, missing, "undecided")
     first, last = trained[0], trained[-1]
     parts: list[str] = []
     decays: list[float] = []  # changes over training, for each group where both ends were measured
@@ -145,12 +148,12 @@ def _training(records: Sequence[Record]) -> Claim:
     for i, (a, b) in enumerate(zip(first["groups"], last["groups"], strict=True)):
         before, after = decay_ratio(a), decay_ratio(b)
         if before is not None and after is not None:
-            decays.append(after - before)
+            decays.append(_as_printed(after) - _as_printed(before))
         cos_a, cos_b = cosine_level(a), cosine_level(b)
         if cos_a is None or cos_b is None:
             shown = "k not measurable"
         elif cos_a.away > STEADY < cos_b.away:
-            shown = "k not defined (no steady value both times)"
+            shown = "k not defined (by the rule of (b) not steady at either time)"
         else:
             k_a, k_b = (math.inf if cos.away > STEADY else cos.reached for cos in (cos_a, cos_b))
             levels.append(k_b - k_a)
@@ -163,11 +166,23 @@ def _training(records: Sequence[Record]) -> Claim:
     elif any(len(changes) == n and min(changes) > 0 for changes in (decays, levels)):
         outcome = "refuted"
     measured = f"training step {first['step']}, then {last['step']}: " + ". ".join(parts)
-    return Claim("c", text, rule, measured + _different_texts(first, last), outcome)
+    short, long = _different_loops(first["step"], last["step"], loops_at)
+    text += f" (here from training step {first['step']} to {last['step']}{short})."
+    return Claim("c", text, rule, measured + long + _different_texts(first, last), outcome)
+
+
+def _different_loops(first: int, last: int, loops_at: Callable[[int], float | None]) -> tuple[str, str]:
+    """A remark, short and with the numbers, where training drew its loops about another mean at one step than at the other; both are empty
+    where the mean was the same, or is not known."""
+    a, b = loops_at(first), loops_at(last)
+    if a is None or b is None or a == b:
+        return "", ""
+    numbers = f". The mean number of loops in training differed: {a:.3g} at step {first}, {b:.3g} at step {last}"
+    return "; the mean number of loops in training differed", numbers
 
 
 def _loop_step(k: float) -> str:
-    return "none (no steady value)" if math.isinf(k) else f"{k:.0f}"
+    return "none (not steady by the rule of (b))" if math.isinf(k) else f"{k:.0f}"
 
 
 def _different_texts(first: Record, last: Record) -> str:
@@ -211,7 +226,13 @@ def boundary_label(b: int, boundary: Record) -> str:
     return f"{group_label(b, boundary['from'])} to {group_number(b + 1, boundary['to'])}"
 
 
+def _as_printed(share: float) -> float:
+    """A share in percent as `_percent` rounds it, so that shares that print alike count as equal."""
+    return float(_percent(share).removesuffix(" %"))
+
+
 def _percent(share: float | None) -> str:
+    """A share in percent: whole, below 10 % two significant digits."""
     if share is None:
         return "not measured"
-    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

@@ -30,6 +30,10 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
         "bundled; nano, tiny, small, paper",
         "The small model that comes with the package; presets of the command line, after which runs are called.",
     ),
+    (
+        "bigram",
+        "A model that knows only the token before: its loss on the same text, counted on the training text, is what any model should beat.",
+    ),
     ("DLR", "Drift-to-Loop Ratio; its readings are explained at the figure."),
     (
         "contraction rate, spectral radius",
@@ -64,6 +68,12 @@ SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
         "the step is shorter than tau, `kl` when the predicted distribution changes by less than tau, `acceleration` when two differences "
         "of consecutive steps in a row are shorter than tau.",
     ),
+    (
+        "learned:0.3, learned controller",
+        "A small head for each group, trained for this model after its training: a logistic one on the lengths of steps and the angle "
+        "between them, or one with a hidden layer on the state. It says how likely it is that more steps lower the token's loss; a token "
+        "leaves when that is below tau (docs/exits.md, docs/tradeoff.md).",
+    ),
     ("calibrated", "One threshold for each group, found by `twoscale calibrate`."),
     (
         "certified",
@@ -73,12 +83,16 @@ SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
     ),
     ("random, oracle", "Baselines: depths drawn at random with the mean steps of a rule; depths chosen with the labels in hand."),
     ("steps", "Loop steps that a token takes, mean over tokens and groups (each group counts the same, whatever its number of layers)."),
-    ("looks", "What a rule computes to decide. `kl` reads the final norm and the head after each step; the others compare states."),
+    (
+        "looks",
+        "What a rule computes to decide. Rules on the prediction, as `kl`, read the final norm and the head after each step; `learned` "
+        "computes its own small head; rules on states, as `step-norm` and `acceleration`, compare states.",
+    ),
     (
         "ms a token",
-        "Time of cached decoding, one sequence, relative to the full run: the setting's time divided by the full run's in the same group "
-        "of settings and the same rounds of timing, times the full run's median. In brackets a 95 % interval over rounds; the full run has "
-        "none, since all times are relative to it.",
+        "Time of cached decoding, one sequence, a few tokens in each round of timing, relative to the full run: the setting's time divided "
+        "by the full run's in the same group of settings and the same rounds of timing, times the full run's median. In brackets a 95 % "
+        "interval over rounds; the full run has none, since all times are relative to it.",
     ),
     ("agreement", "How often the most likely next token is that of the full run."),
     (

@@ -104,7 +104,7 @@ def _step_norm(sweep: Sweep) -> Claim:
     elif b["dce_high"] <= FLAT:
         outcome = "refuted"
     kept = [p["setting"] for p in sweep.family("step-norm") if p["dce_high"] <= FLAT]
-    largest = f"; the largest threshold tried that keeps CE is {max(kept):g}" if kept else ""
+    largest = f"; the largest threshold tried that keeps CE within {FLAT} nats by its whole interval is {max(kept):g}" if kept else ""
     return Claim("g", text, rule, f"dCE {_rise(a)} at 1e-3, {_rise(b, FLAT)} at 1e-2{largest}", outcome)
 
 

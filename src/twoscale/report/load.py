@@ -75,6 +75,10 @@ class RunFiles:
         """The optimizer, where it is known."""
         return OPTIMIZERS[self.config.train.optimizer] if self.recipe else "made elsewhere"
 
+    def loops_in_training(self, step: int) -> float | None:
+        """The mean number of loops that training drew at a step; None where the training is not known."""
+        return self.config.train.mean_loops(step, self.config.model.mean_loops) if self.recipe else None
+
     @property
     def text(self) -> str:
         """What the held-out text is of; with a word on the one in the package where `training` has none."""

@@ -14,16 +14,17 @@ from twoscale.report.kind_figures import points_with_kinds
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look
 from twoscale.report.tables import prose
-from twoscale.report.tradeoff_figures import rules_of, shown_points
+from twoscale.report.tradeoff_figures import PAPER as PAPER_RULES, rules_of, shown_points
 from twoscale.report.tradeoff_panels import cost_axis, curve, rise_axis, squeezed
-from twoscale.report.words import evaluation_text, sweep_text
+from twoscale.report.words import evaluation_text, sweep_text, timed_text
 from twoscale.tradeoff.choice import choose, name_of
 from twoscale.tradeoff.depth_summary import BASE, depth_rows
-from twoscale.tradeoff.summary import Sweep
+from twoscale.tradeoff.summary import ORACLES, Sweep
 
 MARKS = {"confirmed": "✓", "refuted": "✗", "undecided": "?"}
-SHOWN = ("fixed", "oracle-stay", "oracle-lagrange")  # beside the rules
+SHOWN = ("fixed", *ORACLES)  # beside the rules
 HEIGHT = 380
+TAUS, LOOPS = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0], 30  # what `twoscale sweep` takes by default, the second `calibrate` too
 
 
 def advice_of(run: RunFiles) -> str:
@@ -67,9 +68,23 @@ def _loss_against_cost(run: RunFiles) -> Panel:
     cost_axis(figure, sweep, cost)
     rise_axis(figure)
     figure.update_layout(height=HEIGHT)
-    what = "time" if cost == "ms" else "counted FLOPs"
-    where = f"measured on {sweep_text(sweep.header)}"
-    return f"Loss against {what}, {where}. Lower and further left is better; oracles see the labels.", figure
+    return picture_title(sweep), figure
+
+
+def picture_title(sweep: Sweep) -> str:
+    """What the picture of loss against cost shows, and of which tokens."""
+    better = "Lower and further left is better; oracles see the labels."
+    if sweep.cost != "ms":
+        return f"Loss against counted FLOPs, measured on {sweep_text(sweep.header)}. {better}"
+    slow = (
+        " They are decoded step by step through Python and not in the C loop, so on small models their times are several times too long."
+        if any(sweep.family(oracle) for oracle in ORACLES)
+        else ""
+    )
+    return (
+        f"Loss on {sweep_text(sweep.header)} against the time of cached decoding of {timed_text(sweep.header, sweep.rounds)} of that text. "
+        f"{better}{slow}"
+    )
 
 
 def _accuracy_against_steps(run: RunFiles) -> Panel:
@@ -118,21 +133,45 @@ def verdict_list(claims: list[Claim], prefix: str) -> str:
 
 
 def missing(run: RunFiles) -> list[tuple[str, str]]:
-    """What the page could show and the run's files do not have, with the command that measures it."""
+    """What the page could show and the run's files do not have, with the commands that measure it, in the order to run them. Thresholds
+    are swept after they are calibrated: a sweep that is older knows nothing of them."""
     folder = run.folder.as_posix()
+    kinds = run.sweep is not None and not points_with_kinds(run.sweep) and bool(shown_points(run.sweep))
     known: list[tuple[bool, str, str]] = [
         (run.sequence is not None and "limit" in run.last["groups"][0], "trajectories and limits", f"twoscale trace {folder}"),
     ]
     if run.config.task == "none":
         known += [
-            (run.calibration is not None, "certified thresholds", f"twoscale calibrate {folder}"),
+            (run.calibration is not None, "certified thresholds", f"twoscale calibrate {folder}{_loops_asked(run.sweep)}"),
             (run.sweep is not None, "the trade-off, texts and what to use", f"twoscale sweep {folder}"),
         ]
-        if run.sweep is not None and not points_with_kinds(run.sweep) and shown_points(run.sweep):
+        if run.sweep is not None and kinds:  # sweeps all settings anew, the calibrated thresholds among them
             known.append((False, "which kinds of tokens take longest", _kinds_command(folder, run.sweep)))
+        elif run.sweep is not None:
+            again = sweep_commands(folder, run.sweep)[0]
+            known.append((run.calibration is not None, "the same thresholds in the sweep, which measures only what is new", again))
     else:
         known.append((run.depth is not None, "which rules find the depth", f"twoscale sweep {folder}"))
     return [(what, command) for there, what, command in known if not there]
+
+
+def _loops_asked(sweep: Sweep | None) -> str:
+    """The loops to calibrate at, where a sweep has others than the usual ones: the two are compared only at the same loops."""
+    return "" if sweep is None or sweep.header["loops"] == LOOPS else f" --loops {sweep.header['loops']}"
+
+
+def sweep_commands(folder: str, sweep: Sweep) -> list[str]:
+    """The commands that measured a sweep, with their settings; of a file that does not tell them, as its points suggest."""
+    if sweep.commands:
+        return [f"twoscale sweep {folder} {settings}" for settings in sweep.commands]
+    head, rules = sweep.header, [family for family in rules_of(sweep) if family not in ("learned", "calibrated")]
+    taus = sorted({p["setting"] for p in sweep.points if p["family"] in rules and p["setting"] is not None})
+    named = f" --rules {' '.join(rules)}" if set(rules) != set(PAPER_RULES) else ""
+    named += f" --taus {' '.join(f'{tau:g}' for tau in taus)}" if taus != TAUS else ""
+    learned = "" if sweep.family("learned") else " --no-controller"
+    learned += " --few" if head.get("few") and sweep.point("fixed:10") is None else ""
+    asked = head.get("asked_windows", head.get("windows"))
+    return [f"twoscale sweep {folder}{named} --loops {head['loops']} --windows {asked} --rounds {sweep.rounds}{learned}"]
 
 
 def _kinds_command(folder: str, sweep: Sweep) -> str:
@@ -149,12 +188,15 @@ def _sweep_anew(folder: str) -> str:
 
 
 def missing_html(run: RunFiles) -> str:
+    """A box with the commands that measure what is missing, numbered where there are several; empty where nothing is."""
     found = missing(run)
     if not found:
         return ""
     again = f"twoscale report {run.folder.as_posix()}"
     items = "".join(f"<li>{html.escape(what)}: <code>{html.escape(command)}</code></li>" for what, command in found)
-    return f"<div class='missing'><p>Not measured yet; run this, then <code>{html.escape(again)}</code>:</p><ul>{items}</ul></div>"
+    these, kind = ("these in this order", "ol") if len(found) > 1 else ("this", "ul")
+    lead = f"Not measured yet; run {these}, then <code>{html.escape(again)}</code>:"
+    return f"<div class='missing'><p>{lead}</p><{kind}>{items}</{kind}></div>"
 
 
 def shipped_words(run: RunFiles) -> str:

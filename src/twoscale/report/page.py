@@ -23,20 +23,19 @@ from twoscale.report.depth_panels import depth_section
 from twoscale.report.exit_claims import judge_exits
 from twoscale.report.interactive import Panel
 from twoscale.report.load import RunFiles
-from twoscale.report.overview import card, picture
+from twoscale.report.overview import card, picture, sweep_commands
 from twoscale.report.registry import FigureEntry, figures_of
 from twoscale.report.tables import drift_table, evaluation_table, group_table, prose, samples_section, sweep_table, token_table
-from twoscale.report.tradeoff_figures import PAPER as PAPER_RULES, rules_of, slowest_of
-from twoscale.report.words import evaluation_text, losses_note, sweep_text, unit_of, unit_words
+from twoscale.report.tradeoff_figures import slowest_of
+from twoscale.report.words import evaluation_text, losses_note, measured_words, unit_of, unit_words
 from twoscale.tradeoff.choice import choose
 
 OPEN = ("recommendation", "tradeoff", "depth", "staircase")  # sections that are not folded at first
-TAUS = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]  # what `twoscale sweep` takes by default
 
 
 def claims_of(run: RunFiles) -> list[Claim]:
     """The paper's claims, judged on what was measured of a run."""
-    return judge(run.geometry) + (judge_exits(run.sweep) if run.sweep is not None else [])
+    return judge(run.geometry, run.loops_in_training) + (judge_exits(run.sweep) if run.sweep is not None else [])
 
 
 def page_html(runs: list[RunFiles], parts: "list[RunParts]", dark: bool | None = None) -> str:
@@ -192,7 +191,7 @@ def figure_html(entry: FigureEntry, run: RunFiles, claims: list[Claim], figures:
     if run.sweep is not None and entry.swept:
         head = run.sweep.header
         over = f" Intervals of losses and steps are over {unit_words(head['by'])}." if head.get("by") else ""
-        text += html.escape(f"Measured on {sweep_text(head)}.{over} ")
+        text += html.escape(f"{measured_words(head, run.sweep.rounds if entry.timed else 0)}{over} ")
     verdicts = "".join(
         f"Claim ({c.letter}): {html.escape(c.text)} <span class='outcome {c.outcome}'>{c.outcome}</span>. "
         for c in claims
@@ -272,6 +271,7 @@ class LegendEntry:
     colour: str
     dash: str
     """`solid`, `dash`, `dot`, or `none` for points without a line."""
+    symbol: str
     hidden: bool
 
 
@@ -283,8 +283,12 @@ def _legend(figure: go.Figure) -> list[LegendEntry]:
             line, marker = trace.line.color, trace.marker.color
             colour = line if isinstance(line, str) else marker if isinstance(marker, str) else "#888888"
             dash = "none" if trace.mode == "markers" else trace.line.dash or "solid"
-            found.append(LegendEntry(trace.name, colour, dash, trace.visible == "legendonly"))
+            found.append(LegendEntry(trace.name, colour, dash, trace.marker.symbol or "circle", trace.visible == "legendonly"))
     return found
+
+
+MARKERS = {"star": "dot star", "circle-open": "dot ring"}
+"""Markers that a legend draws otherwise than as a dot: classes in page.css."""
 
 
 def _legend_html(entries: list[LegendEntry], title: str | None) -> str:
@@ -292,7 +296,7 @@ def _legend_html(entries: list[LegendEntry], title: str | None) -> str:
     lines = {"dash": "border-top: 3px dashed", "dot": "border-top: 3px dotted", "none": "border-color:"}
     items = "".join(
         f"<button type='button' class='key{' off' if e.hidden else ''}' data-name='{html.escape(e.name)}'>"
-        f"<i class='{'dot' if e.dash == 'none' else ''}' data-colour='{e.colour}' "
+        f"<i class='{MARKERS.get(e.symbol, 'dot') if e.dash == 'none' else ''}' data-colour='{e.colour}' "
         f"style='{lines.get(e.dash, 'border-top: 3px solid')} {e.colour}'></i>{html.escape(e.name)}</button>"
         for e in entries
     )
@@ -306,17 +310,8 @@ def commands(run: RunFiles) -> list[str]:
         goal = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in c["goal"].items())
         windows = f" --{'windows' if run.config.task == 'none' else 'samples'} {c['windows']}" if "windows" in c else ""
         found.append(f"twoscale calibrate {folder} {goal} --rule {c['rule']} --delta {c['delta']:g} --loops {c['loops']}{windows}")
-    if (s := run.sweep) is not None and s.commands:
-        found += [f"twoscale sweep {folder} {settings}" for settings in s.commands]
-    elif s is not None:
-        rules = [family for family in rules_of(s) if family not in ("learned", "calibrated")]
-        taus = sorted({p["setting"] for p in s.points if p["family"] in rules and p["setting"] is not None})
-        named = f" --rules {' '.join(rules)}" if set(rules) != set(PAPER_RULES) else ""
-        named += f" --taus {' '.join(f'{tau:g}' for tau in taus)}" if taus != TAUS else ""
-        learned = "" if s.family("learned") else " --no-controller"
-        learned += " --few" if s.header.get("few") and s.point("fixed:10") is None else ""
-        asked = s.header.get("asked_windows", s.header.get("windows"))
-        found.append(f"twoscale sweep {folder}{named} --loops {s.header['loops']} --windows {asked} --rounds {s.rounds}{learned}")
+    if run.sweep is not None:
+        found += sweep_commands(folder, run.sweep)
     if (d := run.depth) is not None:
         drop, asked = d.header["max_accuracy_drop"], d.header.get("asked_windows")
         learned = "" if any(c["family"] == "learned" for c in d.choices) else " --no-controller"

@@ -33,6 +33,8 @@ class FigureEntry:
     """A sentence that says all that the figure would show, and is shown on the page in its place; empty where the figure shows more."""
     swept: bool = False
     """Whether it is of the sweep's text, which the caption then names."""
+    timed: bool = False
+    """Whether it shows times, which are of a few tokens of that text; the caption then says of which."""
     remark: Callable[[RunFiles], str] = lambda run: ""
     """Sentences behind the caption that follow from the run's numbers."""
 
@@ -185,20 +187,25 @@ FIGURES: tuple[FigureEntry, ...] = (
         claims="efg",
         available=_is_swept,
         swept=True,
+        timed=True,
     ),
     FigureEntry(
         "tradeoff",
         "The trade-off",
         "Loss against cost, every rule beside fixed depths, random exits with the mean steps of a rule, and two oracles that see the "
         "labels: the first (stays within eps) with one depth for all groups, the second (loss + price x steps) with any of some forty "
-        "combinations of depths. Both as run, where tokens also see their neighbours at other depths. Circled (Pareto front): no "
+        "combinations of depths. Both as run, where tokens also attend to others that left early: losses may lie above eps. "
+        "Circled (Pareto front): no "
         "cheaper setting, oracles aside, has as low a loss; losses that differ by less than half of the last printed digit "
         f"({PRINTED:.5f} nats) count as equal. Times include a rule's own looks, FLOPs those that "
-        "read the head or a controller (comparing states is not counted); a random exit's time includes drawing its depths.",
+        "read the head or a controller (comparing states is not counted). Random exits and oracles are decoded step by step through "
+        "Python, not in the C loop that decodes fixed depths and the usual rules, so on small models their times are several times too "
+        "long: compare them by FLOPs.",
         print=tradeoff_figures.tradeoff,
         page=tradeoff_panels.tradeoff,
         available=_is_swept,
         swept=True,
+        timed=True,
     ),
     FigureEntry(
         "steps_taken",
@@ -214,8 +221,9 @@ FIGURES: tuple[FigureEntry, ...] = (
         "hard_tokens",
         "Which tokens take longest",
         "Mean steps (over groups) of a token against the loss of the next token in the full run, in eighths of the tokens by loss; and the "
-        "tokens with the most and the fewest steps among those that occur at least five times, and once in a thousand. A flat line means "
-        "that steps have nothing to do with how hard the next token is to predict.",
+        "tokens with the most and the fewest steps among those that occur at least five times, and once in a thousand: single tokens, "
+        "ranked by their mean steps without intervals. A flat line means that steps have nothing to do with how hard the next token is to "
+        "predict.",
         print=tradeoff_figures.hard_tokens,
         page=tradeoff_panels.hard_tokens,
         available=_has_steps,

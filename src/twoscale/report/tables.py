@@ -11,7 +11,7 @@ from twoscale.report.claims import boundary_label
 from twoscale.report.load import RunFiles
 from twoscale.report.style import family_look, step_colour, visible
 from twoscale.report.tradeoff_figures import short_name
-from twoscale.report.words import evaluation_text, signed, sweep_text, unit_words
+from twoscale.report.words import evaluation_text, signed, sweep_text, timed_text, unit_words
 from twoscale.tradeoff.choice import Choice, name_of
 from twoscale.tradeoff.summary import Sweep
 
@@ -120,9 +120,19 @@ def sweep_table(sweep: Sweep) -> str:
         f"{h['checkpoint']}, {sweep_text(h)}; at most {plural(h['loops'], 'loop')}, dCE against "
         f"{all_loops(h['loops'])} (the full run){over}. "
         f"ms a token is relative to the full run: time divided by the full run's in the same group of settings and the same rounds, times "
-        f"the full run's median over {rounds} of timing; intervals are over rounds"
+        f"the full run's median over {rounds} of timing; intervals are over rounds{_timed_note(sweep)}"
     )
     return f"<details><summary>All {len(rows)} points of the sweep</summary>{table(note, head, rows)}</details>"
+
+
+def _timed_note(sweep: Sweep) -> str:
+    """Which tokens the times of a sweep are of, and what follows for the times of rules; empty where no times were taken."""
+    if not sweep.rounds:
+        return ""
+    return (
+        f". Times are of {timed_text(sweep.header, sweep.rounds)}; on those tokens a rule may take fewer or more steps than its mean in "
+        "this table, which is of all tokens"
+    )
 
 
 def _setting(point: dict[str, Any], sweep: Sweep) -> str:
@@ -156,11 +166,15 @@ def samples_section(found: dict[str, Any], choice: Choice | None) -> str:
 
 
 def token_table(point: dict[str, Any]) -> str:
-    """The tokens that took the most and the fewest steps with one rule."""
+    """The tokens that took the most and the fewest steps with one rule; empty where none occurs often enough."""
     rows = []
     for entry in point["hard"]["tokens"]:
         cells = "".join(f"<td class='n'>{value}</td>" for value in (entry["count"], f"{entry['steps']:.2f}", f"{entry['loss']:.2f}"))
         rows.append(f"<tr><td><code>{html.escape(visible(str(entry['token'])))}</code></td>{cells}</tr>")
-    inside = table("", ["token", "times", "mean steps", "mean loss of the next token (nats)"], rows)
+    inside = table(
+        "Single tokens, ranked by their mean steps without intervals: neighbours in the list need not differ on other text",
+        ["token", "times", "mean steps", "mean loss of the next token (nats)"],
+        rows,
+    )
     title = f"Tokens that take longest and shortest, {html.escape(short_name(point))}"
     return f"<details><summary>{title}</summary>{inside}</details>" if rows else ""

@@ -142,6 +142,33 @@ def _not_certified(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice,
     return f"the calibration, which tests fixed depths and thresholds of {calibration['rule']}, did not test it"
 
 
+def single_words(calibration: Mapping[str, Any], choice: Choice) -> str:
+    """Why a single threshold for all groups that is certified and takes fewer steps or FLOPs than the recommended fixed depth, by the
+    measured means, is passed over; empty where there is none, or another setting is recommended."""
+    report = calibration["report"]
+    single, fixed = report.get("single", {}), report.get("fixed", {})
+    if not choice.certified or choice.pick["id"] != fixed.get("rule") or single.get("rule") is None:
+        return ""
+    fewer = [
+        f"fewer {name} ({single[key] * scale:.2f} against {fixed[key] * scale:.2f}{unit})"
+        for key, name, scale, unit in (("mean_steps", "steps", 1.0, ""), ("flops", "FLOPs", 1e-6, " MFLOP a token"))
+        if single[key] < fixed[key]
+    ]
+    if not fewer:
+        return ""
+    if single["flops"] >= fixed["flops"]:
+        work = f"; with its own work the rule takes no fewer FLOPs than {fixed['rule']}"
+    elif single["flops"] >= (1 - MARGIN) * fixed["flops"]:
+        tie = f"less than {100 * MARGIN:.0f} % fewer"
+        work = f"; by counted FLOPs it would tie with {fixed['rule']} ({tie}), and a tie goes to the fixed depth"
+    else:
+        work = ""
+    return (
+        f"On the report part {single['rule']} takes {' and '.join(fewer)} than {fixed['rule']}. It is passed over: one threshold for all "
+        f"groups is only compared with, not chosen{work}."
+    )
+
+
 def alone_words(sweep: Sweep, calibration: Mapping[str, Any], choice: Choice, alone: Point) -> str:
     """Why what the sweep alone would choose is no second recommendation."""
     limit, tokens = calibration["goal"]["max_dce"], plural(sweep.header["tokens"], "token")

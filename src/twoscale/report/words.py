@@ -87,6 +87,33 @@ def sweep_text(header: Mapping[str, Any]) -> str:
     return text_words("report", header["tokens"], header.get("clusters"), header.get("by"), header.get("source"))
 
 
+def timed_text(header: Mapping[str, Any], rounds: int) -> str:
+    """What the times of a sweep are of: `8 tokens of each of 6 windows`. Every round decodes the next window; files of earlier versions do
+    not say how many tokens of it."""
+    known = header.get("timed_tokens")
+    windows = min(rounds, header.get("windows", rounds))
+    tokens = "a few tokens" if known is None else plural(known, "token")
+    again = f", in {plural(rounds, 'round')}" if windows < rounds else ""
+    return f"{tokens} of {'each of ' if windows != 1 else ''}{plural(windows, 'window')}{again}"
+
+
+def measured_words(header: Mapping[str, Any], rounds: int) -> str:
+    """On what a sweep's losses, steps and times were measured, in a sentence; with 0 rounds there are no times to speak of."""
+    if rounds == 0:
+        return f"Measured on {sweep_text(header)}."
+    return (
+        f"Losses and steps are measured on {sweep_text(header)}; times are of cached decoding of {timed_text(header, rounds)} of that text."
+    )
+
+
+def beside_default(found: Mapping[str, Any], key: str, mean_loops: int) -> str:
+    """A difference of CE from the default depth: more, less or no measurable change, by its whole interval as it is printed."""
+    where = side(*(round(found[f"{key}_{end}"], DIGITS["ce"]) for end in ("low", "high")))
+    if where == 0:
+        return f"no measurable change against {default_depth(mean_loops)} ({between(found, key)})"
+    return f"measurably {'more' if where > 0 else 'less'} than {default_depth(mean_loops)}, by {between(found, key)}"
+
+
 def calibration_text(found: Mapping[str, Any], part: str) -> str:
     """The text of one part of a calibration, from calibration.json."""
     return text_words(part, found["tokens"][part], found["clusters"][part], unit_of(found, part), found.get("source"))

@@ -24,6 +24,7 @@ from twoscale.tradeoff.summary import TOGETHER
 
 REFERENCE = "full"
 REPEATS = 3  # of one token, whose median counts
+PROMPT, TOKENS = 32, 8  # of a window, before the tokens that are timed and as such
 
 
 def parties(names: Sequence[str]) -> list[list[str]]:
@@ -32,6 +33,12 @@ def parties(names: Sequence[str]) -> list[list[str]]:
     if not others:
         return [[REFERENCE]] if names else []
     return [[REFERENCE, *others[i : i + TOGETHER - 1]] for i in range(0, len(others), TOGETHER - 1)]
+
+
+def timed_tokens(window: int, prompt: int = PROMPT, tokens: int = TOKENS) -> tuple[int, int]:
+    """How many tokens of a window are read before the timed ones, and how many are timed."""
+    prompt = max(1, min(prompt, window - 2))
+    return prompt, min(tokens, window - prompt)
 
 
 class LatencyTimer:
@@ -43,14 +50,12 @@ class LatencyTimer:
         exits: Mapping[str, Exit | None],
         loops: int,
         text: HeldOut,
-        prompt: int = 32,
-        tokens: int = 8,
+        prompt: int = PROMPT,
+        tokens: int = TOKENS,
         rows: int = 1,
     ) -> None:
-        T = text.ids.shape[1]
         self.rows = rows
-        self.prompt = max(1, min(prompt, T - 2))
-        self.tokens = min(tokens, T - self.prompt)
+        self.prompt, self.tokens = timed_tokens(text.ids.shape[1], prompt, tokens)
         self.text = text
         self.engine = Engine(model)
         self.params = {

@@ -25,7 +25,7 @@ from twoscale.model import LoopedGPT
 from twoscale.tradeoff.depth import depth_record
 from twoscale.tradeoff.evaluate import Evaluation, describe, evaluate, hard_tokens
 from twoscale.tradeoff.heldout import HeldOut
-from twoscale.tradeoff.latency import REFERENCE, LatencyTimer, parties
+from twoscale.tradeoff.latency import REFERENCE, LatencyTimer, parties, timed_tokens
 from twoscale.tradeoff.points import Point, Seen, Table, mixed_depths, same_depths
 from twoscale.tradeoff.stats import interval
 from twoscale.tradeoff.summary import Sweep, read_sweep
@@ -69,7 +69,7 @@ class Sweeper:
             "source": source,
         }  # written, but a file without them is the same sweep
         if text.depth is None:
-            self.remarks["window_fingerprints"] = text.window_fingerprints
+            self.remarks |= {"window_fingerprints": text.window_fingerprints, "timed_tokens": timed_tokens(text.ids.shape[1])[1]}
         self.asked: str | None = None
         """The settings as the command line writes them; each sweep that adds to the file leaves a line with them."""
         self.depths: dict[tuple[int, ...], Evaluation] = {}
