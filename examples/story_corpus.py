@@ -4,13 +4,16 @@
     twoscale prepare --source stories/ --tokenizer bpe --bpe-vocab 4096 --out data/stories
 
 A batch is a function of its number and is written whole, so the program may be stopped and started again, and several may share the work
-(--first). Kept are stories that the teacher ended itself, that end like a sentence and were not told before.
+(--first). With a low temperature most stories begin alike: --opening draws the first tokens of each at a higher one. Kept are stories that
+the teacher ended itself, that end like a sentence, say nothing twice and were not told before. A small model loses the thread of long
+stories: --max-tokens keeps short ones alone.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -28,17 +31,22 @@ def spell(tokens: list[int], pieces: list[bytes]) -> str:
 
 
 def sound(text: str) -> bool:
-    """Whether a story is printable text that ends like a sentence."""
-    return text.endswith((".", "!", "?", '"')) and all(c.isprintable() or c == "\n" for c in text) and "<" not in text
+    """Whether a story is printable text that ends like a sentence, in which no sentence of five words or more occurs twice."""
+    sentences = [sentence for sentence in re.split(r"[.!?\n\"]+", text) if len(sentence.split()) >= 5]
+    readable = all(c.isprintable() or c == "\n" for c in text) and "<" not in text
+    return text.endswith((".", "!", "?", '"')) and readable and len(set(sentences)) == len(sentences)
 
 
 def write_batch(model: twoscale.LoopedGPT, pieces: list[bytes], number: int, args: argparse.Namespace) -> list[str]:
     """The stories of one batch: `args.rows` draws of the teacher with the batch's number as the seed, less what is not kept."""
-    gen = twoscale.generate(
-        model, [[BEGIN]] * args.rows, model.config.block_size - 1, temperature=args.temperature, top_p=args.top_p, seed=number, stop=ENDS,
-        kv_dtype=args.kv_dtype,
-    )  # fmt: skip
-    ended = [t for t, why in zip(gen.tokens, gen.finish_reasons, strict=True) if why == "stop" and len(t) > SHORTEST]
+    rows, limit = [[BEGIN]] * args.rows, min(args.max_tokens, model.config.block_size) - 1
+    shared = {"top_p": args.top_p, "seed": number, "stop": ENDS, "kv_dtype": args.kv_dtype}
+    if args.opening:
+        opened = twoscale.generate(model, rows, args.opening, temperature=args.opening_temperature, **shared)
+        rows = [[BEGIN, *tokens] for tokens, why in zip(opened.tokens, opened.finish_reasons, strict=True) if why == "length"]
+    gen = twoscale.generate(model, rows, limit - args.opening, temperature=args.temperature, **shared)
+    stories = [row[1:] + tokens for row, tokens in zip(rows, gen.tokens, strict=True)]
+    ended = [t for t, why in zip(stories, gen.finish_reasons, strict=True) if why == "stop" and len(t) > SHORTEST]
     return [text for text in (spell(t, pieces) for t in ended) if sound(text)]
 
 
@@ -50,6 +58,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.95)
+    parser.add_argument("--opening", type=int, default=0, help="the first tokens of a story, drawn at a temperature of their own")
+    parser.add_argument("--opening-temperature", type=float, default=1.0)
+    parser.add_argument("--max-tokens", type=int, default=256, help="longer stories are not kept")
     parser.add_argument("--top-p", type=float, default=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="fp32", help="of the teacher's weights; w8a8 is the fastest")

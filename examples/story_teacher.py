@@ -64,15 +64,16 @@ def read_model(data: bytes) -> tuple[dict[str, object], dict[str, torch.Tensor],
     return config, weights, place
 
 
-def read_pieces(data: bytes, place: int, vocab: int) -> list[bytes]:
-    """What each token spells."""
+def read_pieces(data: bytes, place: int, vocab: int) -> tuple[list[bytes], list[float]]:
+    """What each token spells, and its score."""
     place += 4
-    pieces = []
+    pieces, scores = [], []
     for _ in range(vocab):
-        _, length = struct.unpack_from("<fi", data, place)
+        score, length = struct.unpack_from("<fi", data, place)
         pieces.append(data[place + 8 : place + 8 + length])
+        scores.append(score)
         place += 8 + length
-    return pieces
+    return pieces, scores
 
 
 def write_folder(out: Path, config: dict[str, object], weights: dict[str, torch.Tensor], pieces: list[bytes]) -> None:
@@ -98,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     data = args.source.read_bytes()
     config, weights, place = read_model(data)
-    pieces = read_pieces(data, place, int(str(config["vocab_size"])))
+    pieces, _ = read_pieces(data, place, int(str(config["vocab_size"])))
     write_folder(args.out, config, weights, pieces)
     if args.survey:
         kept = tokens_in_use(args.out, args.survey)

@@ -268,13 +268,13 @@ def test_in_a_browser(model: str, trained: Path, browser) -> None:  # type: igno
             assert "was chosen" in text("#about") and not any(e.is_displayed() for e in browser.find_elements(By.ID, "rule")), "folded"
             (box,) = wait("#prompt textarea")
             box.clear()
-            box.send_keys("the loop turns", Keys.ENTER)
+            box.send_keys("the dog and the cat", Keys.ENTER)
             until(browser, lambda b: "Click a token" in text("#about") and not b.find_elements(By.ID, "said"))
-            until(browser, lambda b: text("#quick .given") == "the loop turns" and wait("#full .tok:not(.given)"))
+            until(browser, lambda b: text("#quick .given") == "the dog and the cat" and wait("#full .tok:not(.given)"))
             until(browser, lambda b: not b.find_elements(By.CSS_SELECTOR, ".caret") and "all loops" in text("#others"))
             assert "loop work" in text("#summary") and "ms a token" in text("#quick-words").replace("*", "")
             written, marked = text("#quick .text"), text("#others")
-            assert "prompt=the+loop+turns" in browser.current_url and "seed=0" in browser.current_url
+            assert "prompt=the+dog+and+the+cat" in browser.current_url and "seed=0" in browser.current_url
             wait("#quick .tok:not(.given)")[3].click()
             wait("#quick .on")
             for selector in ("#said tr.left", "#path .js-plotly-plot .trace", "#curve-0 .js-plotly-plot .trace"):
