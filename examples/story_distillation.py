@@ -310,7 +310,7 @@ def main() -> None:
     assert tokenizer is not None
     stories = [story for file in sorted(args.stories.glob("*.txt")) for story in file.read_text().split(SEPARATOR)[:-1]]
     prompts = first_sentences(stories)
-    teacher = Teacher(args.teacher, args.source, tokenizer, stories[::4], args.teacher_temperature)
+    teacher = Teacher(args.teacher, args.source, tokenizer, stories, args.teacher_temperature)
     print(f"{len(prompts):,} prompts, {len(teacher.number):,} tokens of the teacher, {teacher.n_classes:,} classes", flush=True)
     optimizers = build_optimizers(model, replace(presets.stories().train, weight_decay=0.0))
     for step in range(args.steps):

@@ -105,6 +105,7 @@ def test_claim_c(after: dict[str, Any], outcome: str) -> None:
     found = claim("c", a_record(step=10), after)
     lead = "training step 10, then 100: group 1 (layer 4): share 20 %, then "
     assert found.outcome == outcome and found.measured.startswith(lead), found
+    assert (". In every group " in found.measured) == (outcome == "refuted"), "says by which of the two"
     assert claim("c", a_record(step=0), after).measured.startswith("only one measurement")
 
 
@@ -113,6 +114,9 @@ def test_claim_c_says_where_k_is_not_defined() -> None:
     moving, better = {"cosines": (0.2, 0.2)}, {"decay": (0.1, 0.1)}
     lost = claim("c", a_record(step=10), a_record(**moving, **better))
     assert "; k 5, then none (not steady by the rule of (b))" in lost.measured and lost.outcome == "refuted"
+    assert lost.measured.endswith(". In every group the loop step k rises")
+    both = claim("c", a_record(step=10), a_record((0.3, 0.3), steady=7))
+    assert both.measured.endswith(". In every group the share and the loop step k rise")
     found = claim("c", a_record(step=10, **moving), a_record(**better))
     assert "; k none (not steady by the rule of (b)), then 5" in found.measured and found.outcome == "confirmed"
     never = claim("c", a_record(step=10, **moving), a_record(**moving, **better))

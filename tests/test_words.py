@@ -187,6 +187,10 @@ def test_calibration_compares_what_was_certified_alike() -> None:
         d_fixed=apart(0.01, 0.1)
     )
     assert f"{lead}the calibrated thresholds take fewer (-0.500 [-0.600, -0.400] steps)." in printed(d_fixed=apart(-0.5, 0.1))
+    for value, loss in ((-0.002, "; their loss is lower (-0.0020 [-0.0030, -0.0010] nats)"), (-0.0009, "")):
+        words = printed(d_fixed=apart(0.41, 0.1) | apart(value, 0.001, "ce"))
+        assert f"steps); by steps the fixed depth is the better choice{loss}." in words
+    assert "; their loss is higher (+0.0020 [+0.0010, +0.0030] nats)." in printed(d_single=apart(0.06, 0.01) | apart(0.002, 0.001, "ce"))
     assert "no difference in steps (+0.000 [+0.000, +0.001] steps)" in printed(
         d_single={"steps": 0.0004, "steps_low": 1e-5, "steps_high": 0.001}
     )

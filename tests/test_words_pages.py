@@ -165,7 +165,7 @@ def test_training_names_its_text() -> None:
     known = a_run(converted=True, trained_on="web pages").training
     assert known == "trained with Muon for 4,300 steps (1,000 tokens) on web pages, not on the text that it is measured on here"
     same = a_run(converted=True, trained_on="simple stories", same_kind=True).training
-    assert same.endswith("on simple stories, and measured here on text of that kind that it has not seen")
+    assert same.endswith("on simple stories, and measured on text of that kind that it has not seen")
     assert a_run(recipe=False, converted=True).training == "made elsewhere (its training is not known here)"
     assert a_run(converted=True).text.startswith("builtin (the language reference") and a_run().text == "builtin"
     assert a_run().labels == ["group 1 (layer 4)", "group 2 (layers 5-6)"] and a_run().tokens == "a token is a byte"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from twoscale.config.words import MARGIN, UNITS, all_loops, plural
-from twoscale.report.why_not import alone_words, beside_the_pick, fewer_loops, single_words
+from twoscale.report.why_not import alone_words, beside_the_pick, fewer_loops, single_words, tied_with_a_rule
 from twoscale.report.words import (
     beside_default,
     beside_limit,
@@ -32,12 +32,14 @@ from twoscale.tradeoff.choice import (
     choose,
     choose_swept,
     default_point,
+    fixed_within,
     name_of,
     why_not_certified,
 )
 from twoscale.tradeoff.summary import ROUNDS, Sweep
 
 ROUGH = 8  # documents (or pieces, or windows), or rounds of timing; an interval over fewer is called rough
+EXTREMES = 3  # a bootstrap over so few takes the lowest or the highest alone more often than in 2.5 % of its draws
 
 
 # -- costs -------------------------------------------------------------------------------------------------------
@@ -120,6 +122,7 @@ def why_not_others(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -
     words = (
         beside_the_pick(sweep, calibration if choice.certified else None, choice),
         "" if choice.certified else fewer_loops(sweep, choice),
+        tied_with_a_rule(sweep, choice),
     )
     return " ".join(filter(None, words))
 
@@ -189,7 +192,8 @@ def _swept_words(sweep: Sweep, calibration: Mapping[str, Any] | None, choice: Ch
         f"text, by the whole interval.",
         _rivals(sweep, choice, described),
         fewer_loops(sweep, choice),
-        "The choice was made among many settings on the text that it is reported on, which flatters it a little.",
+        tied_with_a_rule(sweep, choice),
+        "The choice was made among many settings on the text that it is reported on, which flatters it.",
     ]
     if calibration is None:
         words.append("It is not certified: `twoscale calibrate` certifies a setting on text of its own.")
@@ -269,7 +273,10 @@ def _rivals(sweep: Sweep, choice: Choice, described: Mapping[int, str]) -> str:
         )
     if choice.pick is rule:
         same = "certified to the same limit" if choice.certified else "within the same limit of loss"
-        return f"The best fixed depth {same} is {described[id(fixed)]}; it costs more, by whole intervals."
+        words = f"The best fixed depth {same} is {described[id(fixed)]}; it costs more, by whole intervals."
+        less = [] if choice.certified else [name_of(p, loops) for p in fixed_within(sweep) if p["flops"] < fixed["flops"]]
+        does, are = ("does", "is") if len(less) == 1 else ("do", "are")
+        return words if not less else f"{words} So {does} {', '.join(less)}, which {are} not shown to be better than the default depth."
     if below(fixed, rule, cost):
         return f"{lead} {they} more than {other}, so {none} over it."
     which = "thresholds" if choice.certified else "rule"
@@ -293,7 +300,9 @@ def _rough(sweep: Sweep) -> str:
         words.append(f"those of losses over {plural(clusters, UNITS[by]) if by else clusters}")
     if sweep.cost == "ms" and sweep.rounds < ROUGH:
         words.append(f"those of times over {plural(sweep.rounds, 'round')}")
-    return f"Intervals are rough: {', '.join(words)}." if words else ""
+    few = min(clusters, sweep.rounds if sweep.cost == "ms" else ROUGH) <= EXTREMES
+    ends = f" Over {EXTREMES} or fewer they are the lowest and the highest of these, and may cover less than 95 %." if few else ""
+    return f"Intervals are rough: {', '.join(words)}.{ends}" if words else ""
 
 
 def _use(point: Point, loops: int, calibration: Mapping[str, Any] | None) -> str:

@@ -166,6 +166,10 @@ def _training(records: Sequence[Record], loops_at: Callable[[int], float | None]
     elif any(len(changes) == n and min(changes) > 0 for changes in (decays, levels)):
         outcome = "refuted"
     measured = f"training step {first['step']}, then {last['step']}: " + ". ".join(parts)
+    if outcome == "refuted":
+        names = {"the share": decays, "the loop step k": levels}
+        risen = [name for name, changes in names.items() if len(changes) == n and min(changes) > 0]
+        measured += f". In every group {' and '.join(risen)} {'rises' if len(risen) == 1 else 'rise'}"
     short, long = _different_loops(first["step"], last["step"], loops_at)
     text += f" (here from training step {first['step']} to {last['step']}{short})."
     return Claim("c", text, rule, measured + long + _different_texts(first, last), outcome)

@@ -113,7 +113,7 @@ class RunFiles:
             return f"{words} on {self._source(self.geometry[0])}"
         where = f"on {self.trained_on}" if self.trained_on else "elsewhere"
         if self.same_kind:
-            return f"{words} {where}, and measured here on text of that kind that it has not seen"
+            return f"{words} {where}, and measured on text of that kind that it has not seen"
         return f"{words} {where}, not on the text that it is measured on here"
 
 

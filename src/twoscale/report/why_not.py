@@ -9,7 +9,19 @@ from typing import Any
 
 from twoscale.config.words import MARGIN, plural
 from twoscale.report.words import between, change, cost_words, rise
-from twoscale.tradeoff.choice import FIXED, FLAT, Choice, Point, below, default_point, lower_and_left, name_of, overlap, shown_higher
+from twoscale.tradeoff.choice import (
+    FIXED,
+    FLAT,
+    Choice,
+    Point,
+    below,
+    default_point,
+    fixed_within,
+    lower_and_left,
+    name_of,
+    overlap,
+    shown_higher,
+)
 from twoscale.tradeoff.results import settings_tested
 from twoscale.tradeoff.summary import Sweep
 
@@ -42,11 +54,26 @@ def fewer_loops(sweep: Sweep, choice: Choice) -> str:
     base, loops = default_point(sweep), sweep.header["loops"]
     if choice.pick is not base:
         return ""
-    others = [p for p in sweep.points if p["family"] in FIXED and p["dce_high"] <= FLAT and below(p, base, "flops") and shown_higher(p)]
+    others = [p for p in fixed_within(sweep) if below(p, base, "flops") and shown_higher(p)]
     if not others or (best := min(others, key=lambda p: float(p["flops"]))) in lower_and_left(sweep, choice.pick)[:NAMED]:
         return ""
     fewer = change(best["flops"], base["flops"], "fewer")
     return f"{name_of(best, loops)} keeps CE within {FLAT} nats with {fewer} FLOPs, but {_by_flops(sweep, choice, best)}."
+
+
+def tied_with_a_rule(sweep: Sweep, choice: Choice) -> str:
+    """Where a fixed depth is recommended because it ties with a rule that costs less than another one: which rule, and which depth."""
+    if choice.undercut is None or choice.pick is not choice.fixed:
+        return ""
+    rule, other = choice.undercut
+    loops, what = sweep.header["loops"], "time" if sweep.cost == "ms" else "FLOPs"
+    quick, beaten, pick = (name_of(p, loops) for p in (rule, other, choice.pick))
+    default = " (the default)" if other is default_point(sweep) else ""
+    costs = f"{cost_words(rule, sweep.cost)} against {cost_words(other, sweep.cost)}"
+    return (
+        f"{pick} takes the place of {beaten}{default} because {quick}, which keeps CE within {FLAT} nats too, costs less {what} than "
+        f"{beaten} by whole intervals ({costs}), and because in {what} {pick} and {quick} cannot be told apart."
+    )
 
 
 def _apart(sweep: Sweep, point: Point, pick: Point) -> str:
@@ -83,7 +110,7 @@ def _by_flops(sweep: Sweep, choice: Choice, point: Point) -> str:
     lead = "fixed depths are compared by counted FLOPs, which do not vary from round to round"
     if point["flops"] >= choice.fixed["flops"]:
         return f"{lead}, and {fixed} takes fewer"
-    if choice.fixed is default_point(sweep) and shown_higher(point):
+    if not choice.certified and shown_higher(point):
         higher = between(point, "default_dce")
         return f"against the default depth its loss is higher, by {higher} nats, and its time is not shorter by whole intervals"
     return f"{lead}; it takes less than {100 * MARGIN:.0f} % fewer than {fixed}, and a tie goes to the default depth"

@@ -300,6 +300,8 @@ def _rival_words(found: Mapping[str, Any], name: str) -> str:
     elif name == "fixed" and where >= 0 and found["clusters"]["report"] >= FEWEST:
         by = f"by {'steps' if key == 'steps' else 'loss'} the fixed depth is the better choice"
         words += f"; {by if where else 'the fixed depth is the simpler choice'}"
+    if key == "steps" and "ce" in difference and any(found["rules"]) and (lower := _side(found, difference, "ce")):
+        words += f"; their loss is {'lower' if lower < 0 else 'higher'} ({between(difference, 'ce')} nats)"
     return f"{lead} {words}."
 
 

@@ -2,12 +2,13 @@
 
 Where a calibration certified a fixed depth or thresholds to a limit on the loss, the choice is among these. Otherwise it is among the
 settings whose CE rises by no more than FLAT on the sweep's own text. Fixed depths are compared by counted FLOPs, which are exact: fewer
-loops are a part of the work of more, however times vary. A rule is recommended only where it costs less than the fixed depth, by whole
-intervals. The default depth is kept where nothing costs less than it, and where fewer loops have a higher loss and no shorter time.
+loops are a part of the work of more, however times vary. A rule is recommended only where it costs less than that fixed depth and than
+those of less work within the limit, by whole intervals; otherwise the one that ties with it is. The default depth is kept where nothing
+costs less than it, and where fewer loops have a higher loss and no shorter time.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twoscale.config.words import MARGIN, all_loops, plural
@@ -30,6 +31,8 @@ class Choice:
     """The best exit rule of the same quality."""
     certified: bool
     """Whether the limit on the loss was certified by a calibration; otherwise it is FLAT on the sweep's text."""
+    undercut: tuple[Point, Point] | None = None
+    """A rule and the fixed depth that it costs less than, where `fixed` is another one because it ties with that rule."""
 
 
 def choose(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> Choice | None:
@@ -41,12 +44,21 @@ def choose(sweep: Sweep, calibration: Mapping[str, Any] | None = None) -> Choice
 
 def choose_swept(sweep: Sweep) -> Choice:
     """The choice on the sweep's text: the cheapest fixed depth that keeps CE and is better than the default depth, which is kept
-    otherwise; or a rule that costs less."""
-    base, kept = default_point(sweep), [p for p in sweep.points if p["family"] in FIXED and p["dce_high"] <= FLAT]
-    if base["dce_high"] <= FLAT:
-        kept = [p for p in kept if p is base or better_than_default(p, base, sweep.cost)]
-    fixed = min(kept, key=lambda p: float(p["flops"]))
-    return _chosen(fixed, _best_rule(sweep, fixed), sweep.cost, certified=False)
+    otherwise; or a rule that costs less; or a fixed depth of less work that ties with such a rule."""
+    base, within, cost = default_point(sweep), fixed_within(sweep), sweep.cost
+    kept = [p for p in within if p is base or base["dce_high"] > FLAT or better_than_default(p, base, cost)]
+    fixed, undercut = min(kept, key=lambda p: float(p["flops"])), None
+    while (rule := _best_rule(sweep, fixed)) is not None and below(rule, fixed, cost):
+        tied = [p for p in within if p["flops"] < fixed["flops"] and not below(rule, p, cost)]
+        if not tied:
+            break
+        fixed, undercut = min(tied, key=lambda p: float(p["flops"])), (rule, fixed)
+    return replace(_chosen(fixed, rule, cost, certified=False), undercut=undercut)
+
+
+def fixed_within(sweep: Sweep) -> list[Point]:
+    """Fixed depths that keep CE on the sweep's text."""
+    return [p for p in sweep.points if p["family"] in FIXED and p["dce_high"] <= FLAT]
 
 
 def better_than_default(point: Point, base: Point, cost: str) -> bool:
