@@ -14,6 +14,11 @@ are in the same class if one is how the text of the other begins (" Jill" is " J
 is, and how likely a line or the story ends, is taken from a reference, by default the student as it was: it has learned short stories
 and the teacher has not. Some rows are windows of the teacher's stories with the plain cross-entropy. What is written is a folder that
 `twoscale.load` reads.
+
+What such a student gets wrong is who is who. --character-weight weighs positions by how likely a character is named there. --reward adds
+the policy gradient of a reward, which is 1 for a story that ends and that the rules of story_selection.py find sound:
+
+    -sum_i A_i sum_t log p_student(t),  A_i the reward of story i less the mean reward of the step
 """
 
 import argparse
@@ -30,8 +35,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from story_corpus import sound
-from story_names import SEPARATOR
-from story_selection import first_sentences, keeps_characters
+from story_names import BOYS, GIRLS, SEPARATOR
+from story_selection import BEINGS, first_sentences, keeps_characters
 from story_teacher import SPECIAL, read_model, read_pieces
 from torch import Tensor
 from torch.optim import Optimizer
@@ -121,6 +126,10 @@ class Row:
     """Tokens that the teacher has an opinion on; none for a story of its own."""
     wanted: Tensor | None = None
     """Log-probabilities of the classes by the teacher at these positions, if no line ends there."""
+    prompt: int = 0
+    """Tokens of the prompt, which the student did not write."""
+    advantage: float = 0.0
+    """The story's reward less the mean of its step."""
 
 
 class Teacher:
@@ -156,7 +165,7 @@ class Teacher:
                 logits = self.model.head(hidden).float() / self.temperature
             logits[:, self.ends] = -torch.inf
             p = torch.zeros(len(positions), self.n_classes).index_add_(1, self.teacher_classes, logits.softmax(-1))
-            rows.append(Row(tokens, positions, p.log().clamp_(min=FLOOR)))
+            rows.append(Row(tokens, positions, p.log().clamp_(min=FLOOR), prompt))
         return rows
 
     def share(self, log_p: Tensor, reference: Tensor) -> Tensor:
@@ -168,6 +177,12 @@ class Teacher:
         wanted = log_p[:, self.student_classes] + going_on + reference - of_class[:, self.student_classes]
         wanted[:, ends] = reference[:, ends]
         return wanted.clamp_(min=2 * FLOOR)
+
+    @property
+    def characters(self) -> Tensor:
+        """Classes (N,) whose tokens begin the name of a child or the word for a being."""
+        words = (*GIRLS, *BOYS, *BEINGS.split("|"))
+        return self.student_classes[[self.student.encode(f" {word}")[0] for word in words]].unique()
 
     @property
     def line_ends(self) -> list[int]:
@@ -207,8 +222,10 @@ def losses(
     loops: tuple[int, ...],
     noise: StateNoise,
     temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """The divergence on the student's stories and the cross-entropy on the teacher's, each summed over positions."""
+    character_weight: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The divergence on the student's stories, the cross-entropy on the teacher's, each summed over positions, and the loss whose gradient
+    is the reward's: minus the log-probability of what the student wrote, times its advantage."""
     length = max(len(row.tokens) for row in rows)
     ids = torch.tensor([row.tokens + [0] * (length - len(row.tokens)) for row in rows])
 
@@ -218,20 +235,32 @@ def losses(
         return x.float()
 
     hidden = states(model)
-    divergence, cross_entropy = torch.zeros(()), torch.zeros(())
+    divergence, cross_entropy, regret = torch.zeros(()), torch.zeros(()), torch.zeros(())
     own = [(i, torch.tensor(row.positions) - 1, row.wanted) for i, row in enumerate(rows) if row.wanted is not None and row.positions]
     if own:
         with torch.no_grad():
             x = states(reference)
             logits = reference.head(torch.cat([x[i, positions] for i, positions, _ in own])) / temperature
-            wanted = teacher.share(torch.cat([log_p for *_, log_p in own]), logits.log_softmax(-1))
+            classes_wanted = torch.cat([log_p for *_, log_p in own])
+            wanted = teacher.share(classes_wanted, logits.log_softmax(-1))
+            weight = 1 + character_weight * classes_wanted[:, teacher.characters].exp().sum(1)
         log_p = (model.head(torch.cat([hidden[i, positions] for i, positions, _ in own])) / temperature).log_softmax(-1)
-        divergence = (log_p.exp() * (log_p - wanted)).sum()
+        divergence = weight / weight.mean() @ (log_p.exp() * (log_p - wanted)).sum(1)
     for i, row in enumerate(rows):
+        if row.advantage:
+            logits = model.head(hidden[i, row.prompt - 1 : len(row.tokens) - 1]) / temperature
+            regret = regret + row.advantage * F.cross_entropy(logits, ids[i, row.prompt : len(row.tokens)], reduction="sum")
         if row.wanted is None:
             logits = model.head(hidden[i, : len(row.tokens) - 1])
             cross_entropy = cross_entropy + F.cross_entropy(logits, ids[i, 1 : len(row.tokens)], reduction="sum")
-    return divergence, cross_entropy
+    return divergence, cross_entropy, regret
+
+
+def reward(rows: list[Row], kept: list[bool]) -> None:
+    """Set the advantage of each of the student's stories."""
+    mean = sum(kept) / len(kept)
+    for row, good in zip(rows, kept, strict=True):
+        row.advantage = good - mean
 
 
 def update(
@@ -256,9 +285,9 @@ def update(
     for first in range(0, len(rows), args.micro):
         part = ordered[first : first + args.micro]
         noise = StateNoise(args.seed, step, tuple(range(first, first + len(part))))
-        divergence, cross_entropy = losses(model, reference, part, teacher, loops, noise, args.temperature)
+        divergence, cross_entropy, regret = losses(model, reference, part, teacher, loops, noise, args.temperature, args.character_weight)
         means = torch.stack((divergence / max(1, n_positions), cross_entropy / max(1, n_tokens)))
-        (means @ torch.tensor([1 - share, share])).backward()
+        (means @ torch.tensor([1 - share, share]) + (1 - share) * args.reward * regret / max(1, n_positions)).backward()
         totals += means.detach()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     scale = min(1.0, (step + 1) / args.warmup) * max(0.05, 1 - step / args.steps)
@@ -297,6 +326,10 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.8, help="of the student")
     parser.add_argument("--teacher-temperature", type=float, default=0.6)
+    parser.add_argument(
+        "--character-weight", type=float, default=0.0, help="weight of a position at which the teacher names a character, less 1"
+    )
+    parser.add_argument("--reward", type=float, default=0.0, help="weight of the reward beside the divergence")
     parser.add_argument("--max-tokens", type=int, default=220, help="of a story, with its prompt")
     parser.add_argument("--loops", type=int, default=6, help="while the student writes, and about as many in training")
     parser.add_argument("--lr", type=float, default=0.0008)
@@ -318,13 +351,16 @@ def main() -> None:
         draw = random.Random(f"{args.seed} {step}")
         told = own_stories(model, tokenizer, draw.sample(prompts, args.rows), args.seed * 1_000_000 + step, args)
         windows = [window(stories, tokenizer, draw, model.config.block_size + 1) for _ in range(args.teacher_rows)]
-        rows = teacher.judge(told) + [Row(tokens, []) for tokens in windows]
+        kept = [sound(text) and keeps_characters(text) and tokens[-1] == tokenizer.eot for tokens, _, text in told]
+        rows = teacher.judge(told)
+        if args.reward:
+            reward(rows, kept)
+        rows += [Row(tokens, []) for tokens in windows]
         (divergence, cross_entropy), norm = update(model, reference, optimizers, rows, teacher, step, args)
-        kept = sum(sound(text) and keeps_characters(text) and tokens[-1] == tokenizer.eot for tokens, _, text in told)
         print(
-            f"{step + 1}/{args.steps}: divergence {divergence:.4f}, cross-entropy {cross_entropy:.3f}, keep characters {kept}/{args.rows}, "
-            f"{sum(len(tokens) for tokens, *_ in told) / args.rows:.0f} tokens a story, gradient {norm:.2f}, "
-            f"{time.perf_counter() - started:.1f} s",
+            f"{step + 1}/{args.steps}: divergence {divergence:.4f}, cross-entropy {cross_entropy:.3f}, "
+            f"keep characters {sum(kept)}/{args.rows}, {sum(len(tokens) for tokens, *_ in told) / args.rows:.0f} tokens a story, "
+            f"gradient {norm:.2f}, {time.perf_counter() - started:.1f} s",
             flush=True,
         )
         if (step + 1) % args.every == 0 or step + 1 == args.steps:

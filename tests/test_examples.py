@@ -11,7 +11,7 @@ import story_distillation
 import story_teacher
 import torch
 from story_corpus import sound
-from story_distillation import Row, Teacher, TeacherTokenizer, classes, losses
+from story_distillation import Row, Teacher, TeacherTokenizer, classes, losses, reward
 from story_selection import first_sentences, keeps_characters
 
 import twoscale
@@ -90,8 +90,45 @@ def test_divergence() -> None:
     found = [losses(m, model, rows, teacher, (2,), noise, temperature) for m in (model, LoopedGPT(config, seed=2))]
     assert abs(found[0][0].item()) < 1e-3 < 0.1 < found[1][0].item() and found[0][1] == 0
     story = Row(list(range(40, 60)), [])
-    _, cross_entropy = losses(model, model, [story], teacher, (2,), StateNoise(0, 0, (0,)), temperature)
+    _, cross_entropy, _ = losses(model, model, [story], teacher, (2,), StateNoise(0, 0, (0,)), temperature)
     assert cross_entropy.item() == pytest.approx(19 * torch.tensor(257.0).log().item(), rel=0.1)  # fresh weights know nothing
+    other = LoopedGPT(config, seed=2)
+    plain, weighed = (losses(other, model, rows[:1], teacher, (2,), StateNoise(0, 0, (0,)), temperature, w)[0].item() for w in (0.0, 9.0))
+    assert weighed > 0 and weighed != plain, "positions have weights of their own"
+
+
+def test_reward() -> None:
+    """A step along the gradient of the reward makes a kept story likelier and a refused one less likely; equal rewards change nothing."""
+    config = ModelConfig(vocab_size=257, block_size=32, n_layer=3, n_head=2, n_embd=16, groups=((1,),), mean_loops=2)
+    teacher = Teacher.__new__(Teacher)
+    teacher.student_classes, teacher.student = torch.arange(257), byte_tokenizer()
+
+    def likelihoods(model: LoopedGPT) -> list[float]:
+        found = []
+        for tokens in ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5]):
+            with torch.no_grad():
+                hidden, _ = model.hidden(torch.tensor([tokens]), loops=(2,), noise=StateNoise(0, 0, (0,)))
+                log_p = model.head(hidden).log_softmax(-1)[0]
+            found.append(sum(log_p[i - 1, tokens[i]].item() for i in (2, 3, 4)))
+        return found
+
+    for kept in ([True, False], [True, True]):
+        model, rows = LoopedGPT(config, seed=1), [Row([1, 2, 3, 4, 5], [], prompt=2), Row([9, 8, 7, 6, 5], [], prompt=2)]
+        for row in rows:
+            row.wanted = torch.zeros(0, 257)
+        reward(rows, kept)
+        assert sum(row.advantage for row in rows) == 0
+        before = likelihoods(model)
+        *_, regret = losses(model, model, rows, teacher, (2,), StateNoise(0, 0, (0, 1)), 1.0)
+        if kept[1]:
+            assert not regret.requires_grad and regret == 0
+            continue
+        regret.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad if p.grad is not None else 0.0
+        good, bad = (after - was for after, was in zip(likelihoods(model), before, strict=True))
+        assert good > 0 > bad
 
 
 def llama2_file(pieces: list[bytes]) -> bytes:
@@ -124,6 +161,7 @@ def test_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(sys, "argv", ["story_teacher", source, teacher])
     story_teacher.main()
     small = ["--steps", "1", "--rows", "2", "--teacher-rows", "1", "--micro", "2", "--max-tokens", "40", "--loops", "2", "--warmup", "1"]
+    small += ["--reward", "1", "--character-weight", "1"]
     monkeypatch.setattr(sys, "argv", ["story_distillation", source, teacher, stories, out, *small])
     story_distillation.main()
     assert "1/1: divergence" in capsys.readouterr().out
