@@ -19,6 +19,8 @@ What such a student gets wrong is who is who. --character-weight weighs position
 the policy gradient of a reward, which is 1 for a story that ends and that the rules of story_selection.py find sound:
 
     -sum_i A_i sum_t log p_student(t),  A_i the reward of story i less the mean reward of the step
+
+The teacher's plots are longer than what a small model keeps in mind. --end-bias makes the story's end likelier than the reference does.
 """
 
 import argparse
@@ -168,9 +170,14 @@ class Teacher:
             rows.append(Row(tokens, positions, p.log().clamp_(min=FLOOR), prompt))
         return rows
 
-    def share(self, log_p: Tensor, reference: Tensor) -> Tensor:
+    def share(self, log_p: Tensor, reference: Tensor, end_bias: Tensor | None = None) -> Tensor:
         """Wanted log-probabilities (N, V) of the student's tokens, from those of classes (N, C) and of a reference (N, V): the share of a
-        token in its class, and how likely a line or the story ends, are the reference's."""
+        token in its class, and how likely a line or the story ends, are the reference's. `end_bias` (N,) is added to its log-odds of the
+        story's end."""
+        if end_bias is not None:
+            reference = reference.clone()
+            reference[:, self.student.eot] += end_bias
+            reference = reference.log_softmax(-1)
         of_class = torch.zeros(log_p.shape).index_add_(1, self.student_classes, reference.exp()).clamp_(min=1e-12).log_()
         ends = torch.tensor(self.line_ends)
         going_on = (1 - reference[:, ends].exp().sum(1, keepdim=True)).clamp_(min=1e-6).log_()
@@ -200,7 +207,7 @@ def own_stories(
     stories = []
     for prompt, tokens in zip(encoded, gen.tokens, strict=True):
         text = tokenizer.decode([token for token in prompt + tokens if token != tokenizer.eot])
-        stories.append((prompt + tokens, len(prompt), text.rstrip("\n")))
+        stories.append((prompt + tokens, len(prompt), text))
     return stories
 
 
@@ -221,8 +228,7 @@ def losses(
     teacher: Teacher,
     loops: tuple[int, ...],
     noise: StateNoise,
-    temperature: float,
-    character_weight: float = 0.0,
+    args: argparse.Namespace,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The divergence on the student's stories, the cross-entropy on the teacher's, each summed over positions, and the loss whose gradient
     is the reward's: minus the log-probability of what the student wrote, times its advantage."""
@@ -240,15 +246,16 @@ def losses(
     if own:
         with torch.no_grad():
             x = states(reference)
-            logits = reference.head(torch.cat([x[i, positions] for i, positions, _ in own])) / temperature
+            logits = reference.head(torch.cat([x[i, positions] for i, positions, _ in own])) / args.temperature
             classes_wanted = torch.cat([log_p for *_, log_p in own])
-            wanted = teacher.share(classes_wanted, logits.log_softmax(-1))
-            weight = 1 + character_weight * classes_wanted[:, teacher.characters].exp().sum(1)
-        log_p = (model.head(torch.cat([hidden[i, positions] for i, positions, _ in own])) / temperature).log_softmax(-1)
+            bias = args.end_bias * (torch.cat([positions for _, positions, _ in own]) >= args.end_after)
+            wanted = teacher.share(classes_wanted, logits.log_softmax(-1), bias)
+            weight = 1 + args.character_weight * classes_wanted[:, teacher.characters].exp().sum(1)
+        log_p = (model.head(torch.cat([hidden[i, positions] for i, positions, _ in own])) / args.temperature).log_softmax(-1)
         divergence = weight / weight.mean() @ (log_p.exp() * (log_p - wanted)).sum(1)
     for i, row in enumerate(rows):
         if row.advantage:
-            logits = model.head(hidden[i, row.prompt - 1 : len(row.tokens) - 1]) / temperature
+            logits = model.head(hidden[i, row.prompt - 1 : len(row.tokens) - 1]) / args.temperature
             regret = regret + row.advantage * F.cross_entropy(logits, ids[i, row.prompt : len(row.tokens)], reduction="sum")
         if row.wanted is None:
             logits = model.head(hidden[i, : len(row.tokens) - 1])
@@ -285,7 +292,7 @@ def update(
     for first in range(0, len(rows), args.micro):
         part = ordered[first : first + args.micro]
         noise = StateNoise(args.seed, step, tuple(range(first, first + len(part))))
-        divergence, cross_entropy, regret = losses(model, reference, part, teacher, loops, noise, args.temperature, args.character_weight)
+        divergence, cross_entropy, regret = losses(model, reference, part, teacher, loops, noise, args)
         means = torch.stack((divergence / max(1, n_positions), cross_entropy / max(1, n_tokens)))
         (means @ torch.tensor([1 - share, share]) + (1 - share) * args.reward * regret / max(1, n_positions)).backward()
         totals += means.detach()
@@ -329,6 +336,8 @@ def main() -> None:
     parser.add_argument(
         "--character-weight", type=float, default=0.0, help="weight of a position at which the teacher names a character, less 1"
     )
+    parser.add_argument("--end-bias", type=float, default=0.0, help="what is added to the log-odds of the story's end")
+    parser.add_argument("--end-after", type=int, default=80, help="tokens of a story after which --end-bias counts")
     parser.add_argument("--reward", type=float, default=0.0, help="weight of the reward beside the divergence")
     parser.add_argument("--max-tokens", type=int, default=220, help="of a story, with its prompt")
     parser.add_argument("--loops", type=int, default=6, help="while the student writes, and about as many in training")
@@ -351,7 +360,7 @@ def main() -> None:
         draw = random.Random(f"{args.seed} {step}")
         told = own_stories(model, tokenizer, draw.sample(prompts, args.rows), args.seed * 1_000_000 + step, args)
         windows = [window(stories, tokenizer, draw, model.config.block_size + 1) for _ in range(args.teacher_rows)]
-        kept = [sound(text) and keeps_characters(text) and tokens[-1] == tokenizer.eot for tokens, _, text in told]
+        kept = [tokens[-1] == tokenizer.eot and sound(text.rstrip("\n")) and keeps_characters(text) for tokens, _, text in told]
         rows = teacher.judge(told)
         if args.reward:
             reward(rows, kept)

@@ -18,14 +18,19 @@ from story_names import BOYS, GIRLS, SEPARATOR
 
 import twoscale
 
-BEINGS = (
+ANIMALS = (
     "bird|birdie|cat|kitty|kitten|dog|puppy|bear|lion|tiger|ant|bug|bee|spider|butterfly|worm|snail|frog|fish|crab|shark|whale|dolphin|bunny|"
-    "rabbit|squirrel|mouse|monkey|elephant|deer|fox|wolf|owl|duck|goose|hen|chicken|snake|turtle|horse|pony|cow|pig|sheep|goat|zebra|giraffe|"
-    "animal|boy|girl|child|baby|man|woman|lady|king|queen|prince|princess|fairy|witch|wizard|dragon|monster|giant|robot|ghost|doctor|teacher|"
+    "rabbit|squirrel|mouse|monkey|elephant|deer|fox|wolf|owl|duck|goose|hen|chicken|snake|turtle|horse|pony|cow|pig|sheep|goat|zebra|giraffe"
+)
+BEINGS = (
+    f"{ANIMALS}|animal|boy|girl|child|baby|man|woman|lady|king|queen|prince|princess|fairy|witch|wizard|dragon|monster|giant|robot|ghost|doctor|teacher|"
     "farmer|policeman|stranger|voice"
 )
 NAME = r"[A-Z][a-z]+"
 INTRODUCES = re.compile(r"\b(?:named|called|friends?|sister|brother|name|names|cousin|neighbor|cat|dog|puppy|kitten)\b[^.!?]{0,20}$")
+SAID_NAME = re.compile(r"\b(?:I am|I'm|name is|named|called|friends?|[Tt]his is|[Ii]t's|[Ii]t is)\b[^.!?]{0,20}$")
+NEWCOMER = re.compile(rf"\b(\w+ \w+) an? (?:\w+,? ){{0,3}}?({ANIMALS})\b", re.I)
+OF_ONE_KNOWN = re.compile(r"\b(?:was|were|is|be|been|like|as|not|become|became|such|just|really)$")
 DOUBLED = (
     re.compile(rf"\b({NAME}) and \1\b"),
     re.compile(rf"\b(?:the|a|an|another|other) (?:\w+ )?({BEINGS}) and (?:the|a|an|another|other) (?:\w+ )?\1\b", re.I),
@@ -51,7 +56,27 @@ def keeps_characters(story: str) -> bool:
             beings = re.findall(rf"\b(?:[Tt]he|[Aa]n?) (?:\w+ )?({BEINGS})\b(?!')", clause)
             if any(name in GIRLS or name in BOYS for name in names if names.count(name) > 1) or len(set(beings)) < len(beings):
                 return False
-    return _all_introduced(told, sentences)
+    return _all_introduced(told, sentences) and _names_said_are_known(story) and not _comes_twice(told)
+
+
+def _names_said_are_known(story: str) -> bool:
+    """Whether a name that is first said by somebody is given there ("My name is Sue")."""
+    first = (re.search(rf"\b{name}\b", story) for name in (*GIRLS, *BOYS))
+    before = [story[: found.start()] for found in first if found]
+    return all(SAID_NAME.search(text) for text in before if text.count('"') % 2)
+
+
+def _comes_twice(told: str) -> bool:
+    """Whether an animal that is there already appears once more as a new one ("a lion saw a big lion")."""
+    seen: set[str] = set()
+    for found in NEWCOMER.finditer(told):
+        before, animal = found[1].lower(), found[2].lower()
+        if OF_ONE_KNOWN.search(before) and before != "there was":
+            continue
+        if animal in seen:
+            return True
+        seen.add(animal)
+    return False
 
 
 def _all_introduced(told: str, sentences: list[str]) -> bool:

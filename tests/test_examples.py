@@ -2,6 +2,7 @@
 
 import struct
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,10 @@ The girl was happy. Daisy and Johnny played all day."""
         (("The girl was happy", "The kind lady was happy"), False),  # never introduced
         (("Daisy and Johnny played", "Lucy played"), False),
         (("Daisy and Johnny played", "Their friend, Lucy, played"), True),
+        (('my ball."', 'my ball, Lucy."'), False),  # nobody has that name
+        (('my ball."', 'my ball. My name is Lucy."'), True),
+        (("Daisy was sad", "Daisy had a big, old dog"), False),  # there is a dog already
+        (("Daisy was sad", "Johnny was a big, old dog"), True),
     ],
 )
 def test_characters(change: tuple[str, str], kept: bool) -> None:
@@ -72,6 +77,23 @@ def test_classes() -> None:
     assert len({found[0], found[1], found[2], *of_student.tolist()}) == 257 + 3  # bytes keep their classes, special tokens have their own
 
 
+def settings(**changed: float) -> Namespace:
+    """Settings of the loss: plain divergence at a temperature of 0.8, except for what is named."""
+    return Namespace(**{"temperature": 0.8, "character_weight": 0.0, "end_bias": 0.0, "end_after": 0} | changed)
+
+
+def test_end_bias() -> None:
+    """The bias is added to the log-odds of the story's end; what is wanted stays a distribution."""
+    teacher = Teacher.__new__(Teacher)
+    teacher.student_classes, teacher.student = torch.arange(257), byte_tokenizer()
+    reference = torch.randn(3, 257, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    log_p = torch.zeros(3, 257).index_fill(1, torch.tensor([10, 256]), -torch.inf).log_softmax(-1)
+    plain, more = teacher.share(log_p, reference), teacher.share(log_p, reference, torch.tensor([0.0, 1.5, 1.5]))
+    assert torch.allclose(plain.exp().sum(1), torch.ones(3), atol=1e-4) and torch.allclose(more.exp().sum(1), torch.ones(3), atol=1e-4)
+    log_odds = [wanted[:, 256].exp().logit() for wanted in (plain, more)]
+    assert torch.allclose(log_odds[1] - log_odds[0], torch.tensor([0.0, 1.5, 1.5]), atol=1e-4)
+
+
 def test_divergence() -> None:
     """It is zero if the teacher says what the student says, whatever the classes; positive otherwise; and only the positions count."""
     config = ModelConfig(vocab_size=257, block_size=32, n_layer=3, n_head=2, n_embd=16, groups=((1,),), mean_loops=2)
@@ -87,13 +109,15 @@ def test_divergence() -> None:
         logits = model.head(hidden[0, torch.tensor(row.positions) - 1].float()).detach() / temperature
         p = logits.index_fill(1, torch.tensor([10, 256]), -torch.inf).softmax(-1)
         row.wanted = torch.zeros(len(p), 131).index_add(1, of_classes, p).log().clamp(min=-12)
-    found = [losses(m, model, rows, teacher, (2,), noise, temperature) for m in (model, LoopedGPT(config, seed=2))]
+    found = [losses(m, model, rows, teacher, (2,), noise, settings()) for m in (model, LoopedGPT(config, seed=2))]
     assert abs(found[0][0].item()) < 1e-3 < 0.1 < found[1][0].item() and found[0][1] == 0
     story = Row(list(range(40, 60)), [])
-    _, cross_entropy, _ = losses(model, model, [story], teacher, (2,), StateNoise(0, 0, (0,)), temperature)
+    _, cross_entropy, _ = losses(model, model, [story], teacher, (2,), StateNoise(0, 0, (0,)), settings())
     assert cross_entropy.item() == pytest.approx(19 * torch.tensor(257.0).log().item(), rel=0.1)  # fresh weights know nothing
     other = LoopedGPT(config, seed=2)
-    plain, weighed = (losses(other, model, rows[:1], teacher, (2,), StateNoise(0, 0, (0,)), temperature, w)[0].item() for w in (0.0, 9.0))
+    plain, weighed = (
+        losses(other, model, rows[:1], teacher, (2,), StateNoise(0, 0, (0,)), settings(character_weight=w))[0].item() for w in (0.0, 9.0)
+    )
     assert weighed > 0 and weighed != plain, "positions have weights of their own"
 
 
@@ -119,7 +143,7 @@ def test_reward() -> None:
         reward(rows, kept)
         assert sum(row.advantage for row in rows) == 0
         before = likelihoods(model)
-        *_, regret = losses(model, model, rows, teacher, (2,), StateNoise(0, 0, (0, 1)), 1.0)
+        *_, regret = losses(model, model, rows, teacher, (2,), StateNoise(0, 0, (0, 1)), settings(temperature=1.0))
         if kept[1]:
             assert not regret.requires_grad and regret == 0
             continue
@@ -161,7 +185,7 @@ def test_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(sys, "argv", ["story_teacher", source, teacher])
     story_teacher.main()
     small = ["--steps", "1", "--rows", "2", "--teacher-rows", "1", "--micro", "2", "--max-tokens", "40", "--loops", "2", "--warmup", "1"]
-    small += ["--reward", "1", "--character-weight", "1"]
+    small += ["--reward", "1", "--character-weight", "1", "--end-bias", "1"]
     monkeypatch.setattr(sys, "argv", ["story_distillation", source, teacher, stories, out, *small])
     story_distillation.main()
     assert "1/1: divergence" in capsys.readouterr().out
