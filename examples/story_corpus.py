@@ -33,7 +33,7 @@ def spell(tokens: list[int], pieces: list[bytes]) -> str:
 def sound(text: str) -> bool:
     """Whether a story is printable text that ends like a sentence, in which no sentence of five words or more occurs twice."""
     sentences = [sentence for sentence in re.split(r"[.!?\n\"]+", text) if len(sentence.split()) >= 5]
-    readable = all(c.isprintable() or c == "\n" for c in text) and "<" not in text
+    readable = all(c.isprintable() or c == "\n" for c in text) and not set("<\N{REPLACEMENT CHARACTER}") & set(text)
     return text.endswith((".", "!", "?", '"')) and readable and len(set(sentences)) == len(sentences)
 
 

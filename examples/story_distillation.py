@@ -16,7 +16,7 @@ and the teacher has not. Some rows are windows of the teacher's stories with the
 `twoscale.load` reads.
 
 What such a student gets wrong is who is who. --character-weight weighs positions by how likely a character is named there. --reward adds
-the policy gradient of a reward, which is 1 for a story that ends and that the rules of story_selection.py find sound:
+the policy gradient of a reward, which is 1 for a story that ends and passes the rules of story_selection.py, and else 0:
 
     -sum_i A_i sum_t log p_student(t),  A_i the reward of story i less the mean reward of the step
 
@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from story_corpus import sound
 from story_names import BOYS, GIRLS, SEPARATOR
-from story_selection import BEINGS, first_sentences, keeps_characters
+from story_selection import BEINGS, first_sentences, keeps_characters, spelled, words_of
 from story_teacher import SPECIAL, read_model, read_pieces
 from torch import Tensor
 from torch.optim import Optimizer
@@ -125,9 +125,9 @@ class Row:
 
     tokens: list[int]
     positions: list[int]
-    """Tokens that the teacher has an opinion on; none for a story of its own."""
+    """Tokens that the student wrote; none in a story of the teacher."""
     wanted: Tensor | None = None
-    """Log-probabilities of the classes by the teacher at these positions, if no line ends there."""
+    """Log-probabilities of the classes by the teacher at these positions, if no line ends there; NaN inside a token of the teacher."""
     prompt: int = 0
     """Tokens of the prompt, which the student did not write."""
     advantage: float = 0.0
@@ -159,21 +159,24 @@ class Teacher:
             theirs = self.tokenizer.encode(text.encode())[: context - 1]
             at = {end: i for i, end in enumerate(self.tokenizer.ends(theirs), start=1)}
             ends = self.lengths[tokens].cumsum().tolist()
-            positions = [i for i in range(prompt, len(tokens)) if ends[i - 1] in at]
+            positions = range(prompt, len(tokens))
+            judged = [i for i in positions if ends[i - 1] in at]
             ids = torch.tensor([[BEGIN, *(self.number.get(token, UNKNOWN) for token in theirs)]])
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 hidden, _ = self.model.hidden(ids)
-                hidden = hidden[0, [at[ends[i - 1]] for i in positions]]
+                hidden = hidden[0, [at[ends[i - 1]] for i in judged]]
                 logits = self.model.head(hidden).float() / self.temperature
             logits[:, self.ends] = -torch.inf
-            p = torch.zeros(len(positions), self.n_classes).index_add_(1, self.teacher_classes, logits.softmax(-1))
-            rows.append(Row(tokens, positions, p.log().clamp_(min=FLOOR), prompt))
+            p = torch.zeros(len(judged), self.n_classes).index_add_(1, self.teacher_classes, logits.softmax(-1))
+            wanted = torch.full((len(positions), self.n_classes), torch.nan)
+            wanted[[i - prompt for i in judged]] = p.log().clamp_(min=FLOOR)
+            rows.append(Row(tokens, list(positions), wanted, prompt))
         return rows
 
     def share(self, log_p: Tensor, reference: Tensor, end_bias: Tensor | None = None) -> Tensor:
         """Wanted log-probabilities (N, V) of the student's tokens, from those of classes (N, C) and of a reference (N, V): the share of a
-        token in its class, and how likely a line or the story ends, are the reference's. `end_bias` (N,) is added to its log-odds of the
-        story's end."""
+        token in its class, how likely a line or the story ends, and all where the teacher is silent (NaN) are the reference's. `end_bias`
+        (N,) is added to its log-odds of the story's end."""
         if end_bias is not None:
             reference = reference.clone()
             reference[:, self.student.eot] += end_bias
@@ -183,7 +186,7 @@ class Teacher:
         going_on = (1 - reference[:, ends].exp().sum(1, keepdim=True)).clamp_(min=1e-6).log_()
         wanted = log_p[:, self.student_classes] + going_on + reference - of_class[:, self.student_classes]
         wanted[:, ends] = reference[:, ends]
-        return wanted.clamp_(min=2 * FLOOR)
+        return torch.where(wanted.isnan(), reference, wanted).clamp_(min=2 * FLOOR)
 
     @property
     def characters(self) -> Tensor:
@@ -250,7 +253,7 @@ def losses(
             classes_wanted = torch.cat([log_p for *_, log_p in own])
             bias = args.end_bias * (torch.cat([positions for _, positions, _ in own]) >= args.end_after)
             wanted = teacher.share(classes_wanted, logits.log_softmax(-1), bias)
-            weight = 1 + args.character_weight * classes_wanted[:, teacher.characters].exp().sum(1)
+            weight = 1 + args.character_weight * classes_wanted[:, teacher.characters].exp().sum(1).nan_to_num(0.0)
         log_p = (model.head(torch.cat([hidden[i, positions] for i, positions, _ in own])) / args.temperature).log_softmax(-1)
         divergence = weight / weight.mean() @ (log_p.exp() * (log_p - wanted)).sum(1)
     for i, row in enumerate(rows):
@@ -261,6 +264,11 @@ def losses(
             logits = model.head(hidden[i, : len(row.tokens) - 1])
             cross_entropy = cross_entropy + F.cross_entropy(logits, ids[i, 1 : len(row.tokens)], reduction="sum")
     return divergence, cross_entropy, regret
+
+
+def good(story: str, known: set[str]) -> bool:
+    """Whether a story passes all rules."""
+    return sound(story) and keeps_characters(story) and spelled(story, known)
 
 
 def reward(rows: list[Row], kept: list[bool]) -> None:
@@ -339,6 +347,7 @@ def main() -> None:
     parser.add_argument("--end-bias", type=float, default=0.0, help="what is added to the log-odds of the story's end")
     parser.add_argument("--end-after", type=int, default=80, help="tokens of a story after which --end-bias counts")
     parser.add_argument("--reward", type=float, default=0.0, help="weight of the reward beside the divergence")
+    parser.add_argument("--words", type=Path, nargs="*", default=(), help="texts whose words are known too, beside those of the stories")
     parser.add_argument("--max-tokens", type=int, default=220, help="of a story, with its prompt")
     parser.add_argument("--loops", type=int, default=6, help="while the student writes, and about as many in training")
     parser.add_argument("--lr", type=float, default=0.0008)
@@ -352,6 +361,7 @@ def main() -> None:
     assert tokenizer is not None
     stories = [story for file in sorted(args.stories.glob("*.txt")) for story in file.read_text().split(SEPARATOR)[:-1]]
     prompts = first_sentences(stories)
+    known = {word.lower() for text in (*stories, *(file.read_text() for file in args.words)) for word in words_of(text)}
     teacher = Teacher(args.teacher, args.source, tokenizer, stories, args.teacher_temperature)
     print(f"{len(prompts):,} prompts, {len(teacher.number):,} tokens of the teacher, {teacher.n_classes:,} classes", flush=True)
     optimizers = build_optimizers(model, replace(presets.stories().train, weight_decay=0.0))
@@ -360,7 +370,7 @@ def main() -> None:
         draw = random.Random(f"{args.seed} {step}")
         told = own_stories(model, tokenizer, draw.sample(prompts, args.rows), args.seed * 1_000_000 + step, args)
         windows = [window(stories, tokenizer, draw, model.config.block_size + 1) for _ in range(args.teacher_rows)]
-        kept = [tokens[-1] == tokenizer.eot and sound(text.rstrip("\n")) and keeps_characters(text) for tokens, _, text in told]
+        kept = [tokens[-1] == tokenizer.eot and good(text.rstrip("\n"), known) for tokens, _, text in told]
         rows = teacher.judge(told)
         if args.reward:
             reward(rows, kept)

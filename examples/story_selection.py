@@ -9,6 +9,7 @@ mistakes (rejection sampling) makes them rarer. The rules below are simple ones:
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,9 @@ DOUBLED = (
     re.compile(rf"\b(?:the|a|an|another|other) (?:\w+ )?({BEINGS}) and (?:the|a|an|another|other) (?:\w+ )?\1\b", re.I),
     re.compile(rf"\b({NAME})(?: \w+)? (?:said|asked|replied|told|answered)\b[^.!?\"]*\"[^\"]*\b\1\b"),
     re.compile(rf"\"[^\"]*\b({NAME})\b[^\"]*\" (?:said|asked|replied|answered) \1\b"),
+    re.compile(r"\b(\w{3,}) and (?:some|the|a|an|his|her|their|its|more) \1\b"),
 )
+PARENTS = (r"mom|mommy|mama|mother|parents|family", r"dad|daddy|papa|father|parents|family")
 
 
 def without_quotes(text: str) -> str:
@@ -60,10 +63,14 @@ def keeps_characters(story: str) -> bool:
 
 
 def _names_said_are_known(story: str) -> bool:
-    """Whether a name that is first said by somebody is given there ("My name is Sue")."""
+    """Whether a name that is first said by somebody is given there ("My name is Sue"), and parents who are spoken of are in the story."""
     first = (re.search(rf"\b{name}\b", story) for name in (*GIRLS, *BOYS))
     before = [story[: found.start()] for found in first if found]
-    return all(SAID_NAME.search(text) for text in before if text.count('"') % 2)
+    if not all(SAID_NAME.search(text) for text in before if text.count('"') % 2):
+        return False
+    told = without_quotes(story)
+    said = re.findall(r'"[^"]*"', story)
+    return all(re.search(rf"\b(?:{p})\b", told, re.I) for p in PARENTS if any(re.search(rf"\b(?:{p})\b", text, re.I) for text in said))
 
 
 def _comes_twice(told: str) -> bool:
@@ -92,6 +99,17 @@ def _all_introduced(told: str, sentences: list[str]) -> bool:
             return False
         known.add(being)
     return True
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[A-Za-z]+(?:'[a-z]+)?", text)
+
+
+def spelled(story: str, known: set[str]) -> bool:
+    """Whether all words are among the known ones, which are in lower case; a name that is not must occur twice."""
+    words = Counter(words_of(story))
+    strange = [word for word in words if word.lower() not in known and word.removesuffix("'s").lower() not in known]
+    return all(word[0].isupper() and words[word] + words[f"{word}'s"] > 1 for word in (w.removesuffix("'s") for w in strange))
 
 
 def first_sentences(stories: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ import story_teacher
 import torch
 from story_corpus import sound
 from story_distillation import Row, Teacher, TeacherTokenizer, classes, losses, reward
-from story_selection import first_sentences, keeps_characters
+from story_selection import first_sentences, keeps_characters, spelled
 
 import twoscale
 from twoscale import LoopedGPT, ModelConfig
@@ -40,6 +40,9 @@ The girl was happy. Daisy and Johnny played all day."""
         (('my ball."', 'my ball. My name is Lucy."'), True),
         (("Daisy was sad", "Daisy had a big, old dog"), False),  # there is a dog already
         (("Daisy was sad", "Johnny was a big, old dog"), True),
+        (('my ball."', 'my ball, Mom."'), False),  # there is no mother
+        (("played all day", "played with a ball and a ball all day"), False),
+        (("looked everywhere", "looked and looked"), True),
     ],
 )
 def test_characters(change: tuple[str, str], kept: bool) -> None:
@@ -52,6 +55,19 @@ def test_sound() -> None:
     """A story ends like a sentence and says nothing of five words or more twice."""
     assert sound(GOOD) and not sound(GOOD[:-1]) and not sound(GOOD + " Daisy and Johnny played all day.")
     assert first_sentences([GOOD, GOOD, "No end"]) == ["Once upon a time, there was a big dog named Johnny."]
+
+
+@pytest.mark.parametrize(
+    ("story", "kept"),
+    [
+        ("Tom saw Zigzag. Zigzag's ball was red.", True),
+        ("Tom saw Zigzag. Tom's ball was red.", False),
+        ("Tom saw a zigzag and a zigzag.", False),
+    ],
+)
+def test_spelled(story: str, kept: bool) -> None:
+    """Every word is a known one, except for names that occur twice."""
+    assert spelled(story, {"tom", "saw", "a", "and", "ball", "was", "red"}) == kept
 
 
 PIECES = [b"<unk>", b"<s>", b"</s>", b".", b"\n", b" ", b"a", b"b", b"c", b".", b" a", b" ab", b"bc"]
@@ -92,6 +108,8 @@ def test_end_bias() -> None:
     assert torch.allclose(plain.exp().sum(1), torch.ones(3), atol=1e-4) and torch.allclose(more.exp().sum(1), torch.ones(3), atol=1e-4)
     log_odds = [wanted[:, 256].exp().logit() for wanted in (plain, more)]
     assert torch.allclose(log_odds[1] - log_odds[0], torch.tensor([0.0, 1.5, 1.5]), atol=1e-4)
+    log_p[1] = torch.nan  # inside a token of the teacher
+    assert torch.equal(teacher.share(log_p, reference)[1], reference[1]) and torch.equal(teacher.share(log_p, reference)[2], plain[2])
 
 
 def test_divergence() -> None:
