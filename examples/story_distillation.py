@@ -15,12 +15,13 @@ is, and how likely a line or the story ends, is taken from a reference, by defau
 and the teacher has not. Some rows are windows of the teacher's stories with the plain cross-entropy. What is written is a folder that
 `twoscale.load` reads.
 
-What such a student gets wrong is who is who. --character-weight weighs positions by how likely a character is named there. --reward adds
-the policy gradient of a reward, which is 1 for a story that ends and passes the rules of story_selection.py, and else 0:
+What such a student gets wrong is who is who. --character-weight weighs positions by how likely a character is named there. With
+--fault-weight the words at which the rules of story_selection.py find a mistake are not wanted, whatever the teacher says. --reward adds
+the policy gradient of a reward, which is 1 for a story that ends and passes these rules, and else 0:
 
     -sum_i A_i sum_t log p_student(t),  A_i the reward of story i less the mean reward of the step
 
-The teacher's plots are longer than what a small model keeps in mind. --end-bias makes the story's end likelier than the reference does.
+The teacher's plots are longer than what a small model keeps in mind. --end-bias makes ends of lines and stories likelier.
 """
 
 import argparse
@@ -28,7 +29,9 @@ import random
 import re
 import shutil
 import time
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,7 +41,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from story_corpus import sound
 from story_names import BOYS, GIRLS, SEPARATOR
-from story_selection import BEINGS, first_sentences, keeps_characters, spelled, words_of
+from story_selection import BEINGS, faults, first_sentences, misspelled, repeated, words_of
 from story_teacher import SPECIAL, read_model, read_pieces
 from torch import Tensor
 from torch.optim import Optimizer
@@ -128,6 +131,8 @@ class Row:
     """Tokens that the student wrote; none in a story of the teacher."""
     wanted: Tensor | None = None
     """Log-probabilities of the classes by the teacher at these positions, if no line ends there; NaN inside a token of the teacher."""
+    faults: frozenset[int] = frozenset()
+    """Tokens of the student that make a mistake by the rules."""
     prompt: int = 0
     """Tokens of the prompt, which the student did not write."""
     advantage: float = 0.0
@@ -137,8 +142,12 @@ class Row:
 class Teacher:
     """Log-probabilities of classes of the student's tokens."""
 
-    def __init__(self, folder: Path, source: Path, student: Tokenizer, stories: list[str], temperature: float) -> None:
+    def __init__(
+        self, folder: Path, source: Path, student: Tokenizer, stories: list[str], temperature: float, texts: Iterable[str] = ()
+    ) -> None:
+        """`texts` have words that are known beside those of the stories."""
         self.model, _ = twoscale.load(folder)
+        self.words = {word.lower() for text in (*stories, *texts) for word in words_of(text)}
         self.tokenizer, self.student, self.temperature = TeacherTokenizer.read(source.read_bytes()), student, temperature
         count = Counter(token for story in stories for token in self.tokenizer.encode(story.encode()))
         line_end = self.tokenizer.ids[b"\n"]
@@ -170,16 +179,21 @@ class Teacher:
             p = torch.zeros(len(judged), self.n_classes).index_add_(1, self.teacher_classes, logits.softmax(-1))
             wanted = torch.full((len(positions), self.n_classes), torch.nan)
             wanted[[i - prompt for i in judged]] = p.log().clamp_(min=FLOOR)
-            rows.append(Row(tokens, list(positions), wanted, prompt))
+            mistakes = {bisect_right(ends, offset) for offset in self.mistakes(text)} & set(positions) if text.isascii() else set()
+            rows.append(Row(tokens, list(positions), wanted, frozenset(mistakes), prompt))
         return rows
+
+    def mistakes(self, story: str) -> list[int]:
+        """Offsets of all that the rules of story_selection.py find."""
+        return [*faults(story), *repeated(story), *misspelled(story, self.words)]
 
     def share(self, log_p: Tensor, reference: Tensor, end_bias: Tensor | None = None) -> Tensor:
         """Wanted log-probabilities (N, V) of the student's tokens, from those of classes (N, C) and of a reference (N, V): the share of a
         token in its class, how likely a line or the story ends, and all where the teacher is silent (NaN) are the reference's. `end_bias`
-        (N,) is added to its log-odds of the story's end."""
+        (N,) is added to its log-odds of the end of a line or the story."""
         if end_bias is not None:
             reference = reference.clone()
-            reference[:, self.student.eot] += end_bias
+            reference[:, self.line_ends] += end_bias[:, None]
             reference = reference.log_softmax(-1)
         of_class = torch.zeros(log_p.shape).index_add_(1, self.student_classes, reference.exp()).clamp_(min=1e-12).log_()
         ends = torch.tensor(self.line_ends)
@@ -254,6 +268,12 @@ def losses(
             bias = args.end_bias * (torch.cat([positions for _, positions, _ in own]) >= args.end_after)
             wanted = teacher.share(classes_wanted, logits.log_softmax(-1), bias)
             weight = 1 + args.character_weight * classes_wanted[:, teacher.characters].exp().sum(1).nan_to_num(0.0)
+            if args.fault_weight:
+                written = torch.cat([ids[i, positions + 1] for i, positions, _ in own])
+                faulty = torch.tensor([position in rows[i].faults for i, *_ in own for position in rows[i].positions])
+                wanted[faulty, written[faulty]] = 2 * FLOOR
+                wanted = wanted.log_softmax(-1)
+                weight = torch.where(faulty, args.fault_weight, weight)
         log_p = (model.head(torch.cat([hidden[i, positions] for i, positions, _ in own])) / args.temperature).log_softmax(-1)
         divergence = weight / weight.mean() @ (log_p.exp() * (log_p - wanted)).sum(1)
     for i, row in enumerate(rows):
@@ -264,11 +284,6 @@ def losses(
             logits = model.head(hidden[i, : len(row.tokens) - 1])
             cross_entropy = cross_entropy + F.cross_entropy(logits, ids[i, 1 : len(row.tokens)], reduction="sum")
     return divergence, cross_entropy, regret
-
-
-def good(story: str, known: set[str]) -> bool:
-    """Whether a story passes all rules."""
-    return sound(story) and keeps_characters(story) and spelled(story, known)
 
 
 def reward(rows: list[Row], kept: list[bool]) -> None:
@@ -344,8 +359,11 @@ def main() -> None:
     parser.add_argument(
         "--character-weight", type=float, default=0.0, help="weight of a position at which the teacher names a character, less 1"
     )
-    parser.add_argument("--end-bias", type=float, default=0.0, help="what is added to the log-odds of the story's end")
+    parser.add_argument("--end-bias", type=float, default=0.0, help="what is added to the log-odds of the end of a line or the story")
     parser.add_argument("--end-after", type=int, default=80, help="tokens of a story after which --end-bias counts")
+    parser.add_argument(
+        "--fault-weight", type=float, default=0.0, help="weight of a position with a mistake by the rules, whose token is then not wanted"
+    )
     parser.add_argument("--reward", type=float, default=0.0, help="weight of the reward beside the divergence")
     parser.add_argument("--words", type=Path, nargs="*", default=(), help="texts whose words are known too, beside those of the stories")
     parser.add_argument("--max-tokens", type=int, default=220, help="of a story, with its prompt")
@@ -361,8 +379,8 @@ def main() -> None:
     assert tokenizer is not None
     stories = [story for file in sorted(args.stories.glob("*.txt")) for story in file.read_text().split(SEPARATOR)[:-1]]
     prompts = first_sentences(stories)
-    known = {word.lower() for text in (*stories, *(file.read_text() for file in args.words)) for word in words_of(text)}
-    teacher = Teacher(args.teacher, args.source, tokenizer, stories, args.teacher_temperature)
+    texts = (file.read_text() for file in args.words)
+    teacher = Teacher(args.teacher, args.source, tokenizer, stories, args.teacher_temperature, texts)
     print(f"{len(prompts):,} prompts, {len(teacher.number):,} tokens of the teacher, {teacher.n_classes:,} classes", flush=True)
     optimizers = build_optimizers(model, replace(presets.stories().train, weight_decay=0.0))
     for step in range(args.steps):
@@ -370,7 +388,7 @@ def main() -> None:
         draw = random.Random(f"{args.seed} {step}")
         told = own_stories(model, tokenizer, draw.sample(prompts, args.rows), args.seed * 1_000_000 + step, args)
         windows = [window(stories, tokenizer, draw, model.config.block_size + 1) for _ in range(args.teacher_rows)]
-        kept = [tokens[-1] == tokenizer.eot and good(text.rstrip("\n"), known) for tokens, _, text in told]
+        kept = [tokens[-1] == tokenizer.eot and sound(text.rstrip("\n")) and not teacher.mistakes(text) for tokens, _, text in told]
         rows = teacher.judge(told)
         if args.reward:
             reward(rows, kept)

@@ -27,89 +27,128 @@ BEINGS = (
     f"{ANIMALS}|animal|boy|girl|child|baby|man|woman|lady|king|queen|prince|princess|fairy|witch|wizard|dragon|monster|giant|robot|ghost|doctor|teacher|"
     "farmer|policeman|stranger|voice"
 )
-NAME = r"[A-Z][a-z]+"
+NAME = r"(?!(?:The|An?|She|He|It|They|We|You|But|Then|One|His|Her|Let|Don|Yes|No|Thank|Can|Look|What|Why)\b)[A-Z][a-z]+"
+WORD = r"[A-Za-z]+(?:'[a-z]+)?"
+CLAUSE_END = r"(?<=[.!?])\s+|\n+|[,;]|\band (?:then|they|she|he|it)\b|\band (?=[A-Z])|\bbecause\b|\bso\b|\bbut\b|\bwhen\b|\bthat\b"
 INTRODUCES = re.compile(r"\b(?:named|called|friends?|sister|brother|name|names|cousin|neighbor|cat|dog|puppy|kitten)\b[^.!?]{0,20}$")
 SAID_NAME = re.compile(r"\b(?:I am|I'm|name is|named|called|friends?|[Tt]his is|[Ii]t's|[Ii]t is)\b[^.!?]{0,20}$")
-NEWCOMER = re.compile(rf"\b(\w+ \w+) an? (?:\w+,? ){{0,3}}?({ANIMALS})\b", re.I)
-OF_ONE_KNOWN = re.compile(r"\b(?:was|were|is|be|been|like|as|not|become|became|such|just|really)$")
+SMALL_WORDS = "with|of|and|to|in|on|at|for|from|who|that|the|an?|his|her|their|its|was|is|had|very"
+NEWCOMER = re.compile(rf"\b(\w+ \w+) an? (?:(?!(?:{SMALL_WORDS})\b)\w+,? ){{0,3}}?({ANIMALS})\b", re.I)
+OF_ONE_KNOWN = re.compile(r"\b(?:was|were|is|be|been|like|as|not|become|became|into|of|about|such|just|now|really)$")
+ROLES = ("doctor", "teacher", "policeman", "farmer", "animal")  # somebody whom a place brings along
 DOUBLED = (
     re.compile(rf"\b({NAME}) and \1\b"),
     re.compile(rf"\b(?:the|a|an|another|other) (?:\w+ )?({BEINGS}) and (?:the|a|an|another|other) (?:\w+ )?\1\b", re.I),
-    re.compile(rf"\b({NAME})(?: \w+)? (?:said|asked|replied|told|answered)\b[^.!?\"]*\"[^\"]*\b\1\b"),
-    re.compile(rf"\"[^\"]*\b({NAME})\b[^\"]*\" (?:said|asked|replied|answered) \1\b"),
+    re.compile(
+        rf"\b({NAME})(?: (?!and\b)\w+)? (?:said|asked|replied|told|answered)\b[^.!?\"]*\"[^\"]*\b(?<!I am )(?<!I'm )(?<!name is )\1\b"
+    ),
+    re.compile(rf"\"[^\"]*\b(?<!I am )(?<!I'm )(?<!name is )({NAME})\b[^\"]*\" (?:said|asked|replied|answered) \1\b"),
     re.compile(r"\b(\w{3,}) and (?:some|the|a|an|his|her|their|its|more) \1\b"),
 )
 PARENTS = (r"mom|mommy|mama|mother|parents|family", r"dad|daddy|papa|father|parents|family")
 
 
-def without_quotes(text: str) -> str:
-    """A text without what is said in it."""
-    return re.sub(r'"[^"]*"', '""', text)
+def pieces(text: str, separator: str) -> Iterator[tuple[int, str]]:
+    """The parts of a text between separators, each with its offset."""
+    start = 0
+    for found in re.finditer(separator, text):
+        yield start, text[start : found.start()]
+        start = found.end()
+    yield start, text[start:]
+
+
+def without_quotes(story: str) -> str:
+    """A story in which what somebody says is blank, so that offsets stay the same."""
+    return re.sub(r'"[^"]*"', lambda quote: '"' + " " * (len(quote[0]) - 2) + '"', story)
+
+
+def faults(story: str) -> list[int]:
+    """Offsets of the words with which somebody in a story is doubled, acts on himself, or appears as known and was not introduced."""
+    told = without_quotes(story)
+    doubled = {found.end() - len(found[1]) for pattern in DOUBLED for found in pattern.finditer(story)}
+    return sorted(
+        {*doubled, *_twice_in_a_clause(told), *_not_introduced(told), *_not_known_to_the_speaker(story, told), *_comes_twice(told)}
+    )
 
 
 def keeps_characters(story: str) -> bool:
-    """Whether nobody in a story is doubled, acts on himself, or appears as known without having been introduced."""
-    if any(pattern.search(story) for pattern in DOUBLED):
-        return False
-    told = without_quotes(story)
-    sentences = re.split(r"(?<=[.!?])\s+|\n+", told)
-    for sentence in sentences:
-        for clause in re.split(r"[,;]|\band (?:then|they|she|he|it)\b|\bbecause\b|\bso\b|\bbut\b|\bwhen\b|\bthat\b", sentence):
-            names = re.findall(rf"\b({NAME})\b(?!')", clause)
-            beings = re.findall(rf"\b(?:[Tt]he|[Aa]n?) (?:\w+ )?({BEINGS})\b(?!')", clause)
-            if any(name in GIRLS or name in BOYS for name in names if names.count(name) > 1) or len(set(beings)) < len(beings):
-                return False
-    return _all_introduced(told, sentences) and _names_said_are_known(story) and not _comes_twice(told)
+    return not faults(story)
 
 
-def _names_said_are_known(story: str) -> bool:
-    """Whether a name that is first said by somebody is given there ("My name is Sue"), and parents who are spoken of are in the story."""
-    first = (re.search(rf"\b{name}\b", story) for name in (*GIRLS, *BOYS))
-    before = [story[: found.start()] for found in first if found]
-    if not all(SAID_NAME.search(text) for text in before if text.count('"') % 2):
-        return False
-    told = without_quotes(story)
-    said = re.findall(r'"[^"]*"', story)
-    return all(re.search(rf"\b(?:{p})\b", told, re.I) for p in PARENTS if any(re.search(rf"\b(?:{p})\b", text, re.I) for text in said))
+def _twice_in_a_clause(told: str) -> Iterator[int]:
+    for start, clause in pieces(told, CLAUSE_END):
+        seen: set[str] = set()
+        for found in re.finditer(rf"\b(?:(?:[Tt]he|[Aa]n?) (?:\w+ )?({BEINGS})|({NAME}))\b(?!')", clause):
+            if (found[1] and not OF_ONE_KNOWN.search(clause[: found.start()].rstrip())) or found[2] in GIRLS or found[2] in BOYS:
+                if found[1 if found[1] else 2] in seen:
+                    yield start + found.start(1 if found[1] else 2)
+                seen.add(found[1] or found[2])
 
 
-def _comes_twice(told: str) -> bool:
-    """Whether an animal that is there already appears once more as a new one ("a lion saw a big lion")."""
+def _not_introduced(told: str) -> Iterator[int]:
+    """Names after the first two sentences, and beings with "the", that come without a word that introduces them."""
+    second = [start for start, _ in pieces(told, r"(?<=[.!?])\s+|\n+")][:3]
+    for name in (*GIRLS, *BOYS):
+        found = re.search(rf"\b{name}\b", told)
+        if found and len(second) == 3 and found.start() > second[2] and not INTRODUCES.search(told[: found.start()]):
+            yield found.start()
+    known: set[str] = set()
+    for found in re.finditer(rf"\b(\w+) (?:\w+ )?({BEINGS})s?\b", told):
+        article, being = found[1].lower(), found[2].lower()
+        if article == "the" and being not in known and being not in ROLES and not re.search(r"\bfriends?, $", told[: found.start()]):
+            yield found.start(2)
+        known.add(being)
+
+
+def _not_known_to_the_speaker(story: str, told: str) -> Iterator[int]:
+    """Names that are first said by somebody and not given there ("My name is Sue"), and parents who are spoken of but not in the story."""
+    first = [found for name in (*GIRLS, *BOYS) if (found := re.search(rf"\b{name}\b", story))]
+    for found in first:
+        before = story[: found.start()]
+        if before.count('"') % 2 and not SAID_NAME.search(before):
+            yield found.start()
+    for parents in PARENTS:
+        found = re.search(rf"\b(?:{parents})\b", story, re.I)
+        if found and not re.search(rf"\b(?:{parents})\b", told, re.I):
+            yield found.start()
+
+
+def _comes_twice(told: str) -> Iterator[int]:
+    """Animals that are there already and appear once more as new ones ("a lion saw a big lion")."""
     seen: set[str] = set()
     for found in NEWCOMER.finditer(told):
         before, animal = found[1].lower(), found[2].lower()
         if OF_ONE_KNOWN.search(before) and before != "there was":
             continue
         if animal in seen:
-            return True
+            yield found.start(2)
         seen.add(animal)
-    return False
 
 
-def _all_introduced(told: str, sentences: list[str]) -> bool:
-    beginning = len(" ".join(sentences[:2]))
-    for name in (*GIRLS, *BOYS):
-        found = re.search(rf"\b{name}\b", told)
-        if found and found.start() > beginning and not INTRODUCES.search(told[: found.start()]):
-            return False
-    known: set[str] = set()
-    for found in re.finditer(rf"\b(\w+) (?:\w+ )?({BEINGS})s?\b", told):
-        article, being = found[1].lower(), found[2].lower()
-        if article == "the" and being not in known:
-            return False
-        known.add(being)
-    return True
+def repeated(story: str) -> list[int]:
+    """Offsets of the fifth word of sentences that occur a second time."""
+    seen: set[str] = set()
+    found = []
+    for start, sentence in pieces(story, r'[.!?\n"]+'):
+        words = list(re.finditer(r"\S+", sentence))
+        if len(words) >= 5:
+            if sentence in seen:
+                found.append(start + words[4].start())
+            seen.add(sentence)
+    return found
 
 
 def words_of(text: str) -> list[str]:
-    return re.findall(r"[A-Za-z]+(?:'[a-z]+)?", text)
+    return re.findall(WORD, text)
 
 
-def spelled(story: str, known: set[str]) -> bool:
-    """Whether all words are among the known ones, which are in lower case; a name that is not must occur twice."""
-    words = Counter(words_of(story))
-    strange = [word for word in words if word.lower() not in known and word.removesuffix("'s").lower() not in known]
-    return all(word[0].isupper() and words[word] + words[f"{word}'s"] > 1 for word in (w.removesuffix("'s") for w in strange))
+def misspelled(story: str, known: set[str]) -> list[int]:
+    """Offsets of the last letters of words that are not among the known ones (in lower case); a name is known if it occurs twice."""
+    words = Counter(word.removesuffix("'s") for word in words_of(story))
+    strange = {w for w, n in words.items() if w.lower() not in known and not (w[0].isupper() and n > 1)}
+    return [
+        found.end() - 1 for found in re.finditer(WORD, story) if found[0].removesuffix("'s") in strange and found[0].lower() not in known
+    ]
 
 
 def first_sentences(stories: list[str]) -> list[str]:

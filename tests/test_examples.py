@@ -1,5 +1,6 @@
 """The examples that made the bundled model: rules by which stories are chosen, and distillation."""
 
+import re
 import struct
 import sys
 from argparse import Namespace
@@ -13,7 +14,7 @@ import story_teacher
 import torch
 from story_corpus import sound
 from story_distillation import Row, Teacher, TeacherTokenizer, classes, losses, reward
-from story_selection import first_sentences, keeps_characters, spelled
+from story_selection import first_sentences, keeps_characters, misspelled
 
 import twoscale
 from twoscale import LoopedGPT, ModelConfig
@@ -65,9 +66,10 @@ def test_sound() -> None:
         ("Tom saw a zigzag and a zigzag.", False),
     ],
 )
-def test_spelled(story: str, kept: bool) -> None:
+def test_misspelled(story: str, kept: bool) -> None:
     """Every word is a known one, except for names that occur twice."""
-    assert spelled(story, {"tom", "saw", "a", "and", "ball", "was", "red"}) == kept
+    found = misspelled(story, {"tom", "saw", "a", "and", "ball", "was", "red"})
+    assert found == ([] if kept else [m.end() - 1 for m in re.finditer("zigzag", story, re.I)])
 
 
 PIECES = [b"<unk>", b"<s>", b"</s>", b".", b"\n", b" ", b"a", b"b", b"c", b".", b" a", b" ab", b"bc"]
@@ -95,18 +97,18 @@ def test_classes() -> None:
 
 def settings(**changed: float) -> Namespace:
     """Settings of the loss: plain divergence at a temperature of 0.8, except for what is named."""
-    return Namespace(**{"temperature": 0.8, "character_weight": 0.0, "end_bias": 0.0, "end_after": 0} | changed)
+    return Namespace(**{"temperature": 0.8, "character_weight": 0.0, "end_bias": 0.0, "end_after": 0, "fault_weight": 0.0} | changed)
 
 
 def test_end_bias() -> None:
-    """The bias is added to the log-odds of the story's end; what is wanted stays a distribution."""
+    """The bias is added to the log-odds of the end of a line or the story; what is wanted stays a distribution."""
     teacher = Teacher.__new__(Teacher)
     teacher.student_classes, teacher.student = torch.arange(257), byte_tokenizer()
     reference = torch.randn(3, 257, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     log_p = torch.zeros(3, 257).index_fill(1, torch.tensor([10, 256]), -torch.inf).log_softmax(-1)
     plain, more = teacher.share(log_p, reference), teacher.share(log_p, reference, torch.tensor([0.0, 1.5, 1.5]))
     assert torch.allclose(plain.exp().sum(1), torch.ones(3), atol=1e-4) and torch.allclose(more.exp().sum(1), torch.ones(3), atol=1e-4)
-    log_odds = [wanted[:, 256].exp().logit() for wanted in (plain, more)]
+    log_odds = [wanted[:, [10, 256]].exp().sum(1).logit() for wanted in (plain, more)]
     assert torch.allclose(log_odds[1] - log_odds[0], torch.tensor([0.0, 1.5, 1.5]), atol=1e-4)
     log_p[1] = torch.nan  # inside a token of the teacher
     assert torch.equal(teacher.share(log_p, reference)[1], reference[1]) and torch.equal(teacher.share(log_p, reference)[2], plain[2])
@@ -137,6 +139,15 @@ def test_divergence() -> None:
         losses(other, model, rows[:1], teacher, (2,), StateNoise(0, 0, (0,)), settings(character_weight=w))[0].item() for w in (0.0, 9.0)
     )
     assert weighed > 0 and weighed != plain, "positions have weights of their own"
+    rows[0].faults = frozenset({7})
+    hidden, _ = other.hidden(torch.tensor([rows[0].tokens]), loops=(2,), noise=StateNoise(0, 0, (0,)))
+    before = other.head(hidden)[0, 6].log_softmax(-1)[rows[0].tokens[7]].item()
+    losses(other, model, rows[:1], teacher, (2,), StateNoise(0, 0, (0,)), settings(fault_weight=9.0))[0].backward()
+    with torch.no_grad():
+        for p in other.parameters():
+            p -= 0.001 * p.grad if p.grad is not None else 0.0
+    hidden, _ = other.hidden(torch.tensor([rows[0].tokens]), loops=(2,), noise=StateNoise(0, 0, (0,)))
+    assert other.head(hidden)[0, 6].log_softmax(-1)[rows[0].tokens[7]].item() < before, "a mistake becomes less likely"
 
 
 def test_reward() -> None:
@@ -203,7 +214,7 @@ def test_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(sys, "argv", ["story_teacher", source, teacher])
     story_teacher.main()
     small = ["--steps", "1", "--rows", "2", "--teacher-rows", "1", "--micro", "2", "--max-tokens", "40", "--loops", "2", "--warmup", "1"]
-    small += ["--reward", "1", "--character-weight", "1", "--end-bias", "1"]
+    small += ["--reward", "1", "--character-weight", "1", "--end-bias", "1", "--fault-weight", "2"]
     monkeypatch.setattr(sys, "argv", ["story_distillation", source, teacher, stories, out, *small])
     story_distillation.main()
     assert "1/1: divergence" in capsys.readouterr().out
