@@ -113,14 +113,14 @@ def test_claim_c_says_where_k_is_not_defined() -> None:
     """Where claim (b) finds no steady value there is no loop step from which on it is kept; without one both times nothing is compared."""
     moving, better = {"cosines": (0.2, 0.2)}, {"decay": (0.1, 0.1)}
     lost = claim("c", a_record(step=10), a_record(**moving, **better))
-    assert "; k 5, then none (not steady by the rule of (b))" in lost.measured and lost.outcome == "refuted"
+    assert "; k 5, then none (by the rule of (b) not shown to be steady)" in lost.measured and lost.outcome == "refuted"
     assert lost.measured.endswith(". In every group the loop step k rises")
     both = claim("c", a_record(step=10), a_record((0.3, 0.3), steady=7))
     assert both.measured.endswith(". In every group the share and the loop step k rise")
     found = claim("c", a_record(step=10, **moving), a_record(**better))
-    assert "; k none (not steady by the rule of (b)), then 5" in found.measured and found.outcome == "confirmed"
+    assert "; k none (by the rule of (b) not shown to be steady), then 5" in found.measured and found.outcome == "confirmed"
     never = claim("c", a_record(step=10, **moving), a_record(**moving, **better))
-    assert "; k not defined (by the rule of (b) not steady at either time)" in never.measured and never.outcome == "undecided"
+    assert "; k not defined (by the rule of (b) not shown to be steady at either time)" in never.measured and never.outcome == "undecided"
 
 
 def test_claim_c_names_different_texts() -> None:
@@ -249,6 +249,13 @@ def test_claim_f() -> None:
     for dce, outcome in ((0.0089, "confirmed"), (0.0095, "undecided"), (0.0105, "undecided"), (0.0115, "refuted")):
         found = exit_claim("f", **{"kl:0.01": ((490.0, 500.0, 510.0), 12.0, dce)})
         assert found.outcome == outcome and "at tau = 0.01" in found.measured, dce
+    for times, words in (((280.0, 300.0, 320.0), "0.75 [0.68, 0.82]"), ((390.0, 400.0, 410.0), "1.00 [0.95, 1.05]")):
+        measured = exit_claim("f", **{name: (times, 15.0, 0.001), "acceleration:0.001": ((390.0, 400.0, 410.0), 20.0, 0.0)}).measured
+        beside = (
+            f". Beside acceleration at the same tau it takes {words} of the time, with 15.0 steps against 20.0; that is not part of the"
+        )
+        assert beside in measured
+    assert "Beside acceleration" not in exit_claim("f").measured
     assert exit_claim("f", rounds=2).outcome == "undecided"
     assert exit_claim("f", **{"kl:0.01": None}).measured.startswith("not measured")
 
@@ -272,7 +279,8 @@ def test_claim_g() -> None:
         found = exit_claim("g", **{"step-norm:0.01": ((290.0, 300.0, 310.0), 12.0, dce)})
         assert found.outcome == outcome, dce
         assert found.measured.endswith(
-            f"the largest threshold tried that keeps CE within 0.01 nats by its whole interval is {'0.01' if dce < 0.0095 else '0.001'}"
+            "the largest threshold tried that keeps CE within 0.01 nats by its whole interval is "
+            f"{'0.01, and no larger one was tried' if dce < 0.0095 else '0.001'}"
         ), found.measured
     assert exit_claim("g", **{"step-norm:0.001": ((390.0, 400.0, 410.0), 18.0, 0.5)}).outcome == "undecided"
     assert "keeps CE" not in exit_claim("g", **{"step-norm:0.001": ((390.0, 400.0, 410.0), 18.0, 0.5)}).measured

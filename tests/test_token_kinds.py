@@ -17,8 +17,11 @@ from twoscale.tradeoff.token_kinds import KINDS, kinds_of, steps_by_kind
         (["The", " old", " man"], ["name", "first of a word", "first of a word"]),
         ([" went", ".", " Then", " Anna", " ran"], ["first of a word", "punctuation", "first of a sentence", "name", "first of a word"]),
         (['"', "No", '!"', " said", " he"], ["punctuation", "name", "punctuation", "first of a sentence", "first of a word"]),
-        ([" in", " 19", "84", ",", "\n", "so"], ["first of a word", "number", "number", "punctuation", "space", "first of a word"]),
-        (list("Hi. Go"), ["name", "inside a word", "punctuation", "space", "first of a sentence", "inside a word"]),
+        (
+            [" in", " 19", "84", ",", "\n", "so"],
+            ["first of a word", "number", "number", "punctuation", "space or line break", "first of a word"],
+        ),
+        (list("Hi. Go"), ["name", "inside a word", "punctuation", "space or line break", "first of a sentence", "inside a word"]),
         ([" un", "real", "-", "ly"], ["first of a word", "inside a word", "punctuation", "first of a word"]),
     ],
 )

@@ -163,7 +163,14 @@ def test_training_names_its_text() -> None:
     assert a_run().training == "trained with Muon for 4,300 steps (1,000 tokens) on text of its own"
     assert a_run(converted=True).training.endswith("elsewhere, not on the text that it is measured on here")
     known = a_run(converted=True, trained_on="web pages").training
-    assert known == "trained with Muon for 4,300 steps (1,000 tokens) on web pages, not on the text that it is measured on here"
+    assert known == (
+        "trained with Muon for 4,300 steps (1,000 tokens, in stages whose batches differed) on web pages, not on the text that it is "
+        "measured on here"
+    )
+    assert "<code>train</code> has the settings of one stage" in setup_section(a_run(converted=True))
+    one = a_run(converted=True)
+    one.last["trained_tokens"] = 4300 * one.config.train.batch_size * one.config.model.block_size
+    assert "in stages" not in one.training and "one stage" not in setup_section(one)
     same = a_run(converted=True, trained_on="simple stories", same_kind=True).training
     assert same.endswith("on simple stories, and measured on text of that kind that it has not seen")
     assert a_run(recipe=False, converted=True).training == "made elsewhere (its training is not known here)"

@@ -16,6 +16,7 @@ from twoscale.report.words import (
     change,
     change_between,
     confidence,
+    confidence_level,
     cost_words,
     default_depth,
     measured_words,
@@ -138,7 +139,7 @@ def _cost_in_loss(sweep: Sweep, choice: Choice, calibration: Mapping[str, Any] |
         level = ", no measurable change," if pick["dce_low"] <= 0 <= pick["dce_high"] else ""
         return f"; dCE {rise(pick)} nats{level} against {all_loops(loops)}{_beside_default(sweep, pick, None)} ({where})"
     limit, found = calibration["goal"]["max_dce"], _reported(pick, calibration)
-    bound = f"; the loss is certified to lie no more than {limit:g} nats above that of {all_loops(loops)}"
+    bound = f"; the loss is certified to lie no more than {limit:g} nats above that of {all_loops(loops)} ({confidence_level(calibration)})"
     if found is None:
         return bound
     default = _beside_default(sweep, pick, calibration, "; in loss ")

@@ -133,8 +133,8 @@ def _training(records: Sequence[Record], loops_at: Callable[[int], float | None]
     trained = [r for r in records if r["step"] > 0]
     rule = (
         "From the first measurement after training began to the last: the share of claim (a), and the loop step k from which on the cosine "
-        f"stays within {STEADY:.2f} of the steady value of claim (b). Where by the rule of (b) it is not steady, k lies beyond all; "
-        "it is not compared where it is not steady both times. Confirmed when both fall in every group, refuted when one and the same of "
+        f"stays within {STEADY:.2f} of the steady value of claim (b). Where the rule of (b) does not confirm that it is steady, k lies "
+        "beyond all; it is not compared where it is so both times. Confirmed when both fall in every group, refuted when one and the same of "
         "the two rises in every group, none of them left out; shares that print alike are equal."
     )
     text = "Both, the decay of (a) and the steadiness of (b), strengthen with training"
@@ -153,7 +153,7 @@ def _training(records: Sequence[Record], loops_at: Callable[[int], float | None]
         if cos_a is None or cos_b is None:
             shown = "k not measurable"
         elif cos_a.away > STEADY < cos_b.away:
-            shown = "k not defined (by the rule of (b) not steady at either time)"
+            shown = "k not defined (by the rule of (b) not shown to be steady at either time)"
         else:
             k_a, k_b = (math.inf if cos.away > STEADY else cos.reached for cos in (cos_a, cos_b))
             levels.append(k_b - k_a)
@@ -186,7 +186,7 @@ def _different_loops(first: int, last: int, loops_at: Callable[[int], float | No
 
 
 def _loop_step(k: float) -> str:
-    return "none (not steady by the rule of (b))" if math.isinf(k) else f"{k:.0f}"
+    return "none (by the rule of (b) not shown to be steady)" if math.isinf(k) else f"{k:.0f}"
 
 
 def _different_texts(first: Record, last: Record) -> str:
@@ -203,7 +203,7 @@ def _drift(records: Sequence[Record]) -> Claim:
         "DLR with the next group's last state above the line and the mean step over k ≥ 1 below it (`settled`, k ≥ 1). "
         "Confirmed at 3 or more at every boundary, refuted below 1 at any."
     )
-    text = "Between groups the state drifts much farther than a loop step: DLR ≫ 1."
+    text = "Between groups the state drifts much farther than the mean loop step: DLR ≫ 1."
 
     def outcome(record: Record) -> Outcome:
         known = [r for b in record["boundaries"] if (r := b["dlr"]["settled_k1"]["mean"]) is not None]

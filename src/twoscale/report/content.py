@@ -91,8 +91,8 @@ SWEPT_GLOSSARY: tuple[tuple[str, str], ...] = (
     (
         "ms a token",
         "Time of cached decoding, one sequence, a few tokens in each round of timing, relative to the full run: the setting's time divided "
-        "by the full run's in the same group of settings and the same rounds of timing, times the full run's median. In brackets a 95 % "
-        "interval over rounds; the full run has none, since all times are relative to it.",
+        "by the full run's among the settings that were timed together, in the same rounds of timing, times the full run's median. In "
+        "brackets a 95 % interval over rounds; the full run has none, since all times are relative to it.",
     ),
     ("agreement", "How often the most likely next token is that of the full run."),
     (

@@ -84,9 +84,21 @@ def _kl(sweep: Sweep) -> Claim:
         f"{ratio:.2f} [{beside(low, 1.1)}, {beside(high, 1.02)}] times what {point['mean_steps']:.1f} steps take without a rule, "
         f"{f'interpolated between {between}' if between else f'as {name_of(pair[0], loops)}'} "
         f"(its looks, which read the head after each step, are {100 * point['flops_looks'] / point['flops']:.0f} % of its FLOPs); "
-        f"highest upper end of dCE {_signed(worst['dce_high'], FLAT)}, at tau = {worst['setting']:g}"
+        f"highest upper end of dCE {_signed(worst['dce_high'], FLAT)}, at tau = {worst['setting']:g}{_beside_acceleration(sweep, point)}"
     )
     return Claim("f", text, rule, measured, outcome)
+
+
+def _beside_acceleration(sweep: Sweep, point: Point) -> str:
+    """The time of KL beside that of acceleration at the same threshold, where a rule that looks longer may take fewer steps."""
+    other = _at(sweep, "acceleration", point["setting"])
+    if other is None or other.get("ms") is None:
+        return ""
+    ratio, low, high = point["ms"] / other["ms"], point["ms_low"] / other["ms_high"], point["ms_high"] / other["ms_low"]
+    return (
+        f". Beside acceleration at the same tau it takes {ratio:.2f} [{beside(low, 1.0)}, {beside(high, 1.0)}] of the time, with "
+        f"{point['mean_steps']:.1f} steps against {other['mean_steps']:.1f}; that is not part of the rule"
+    )
 
 
 def _step_norm(sweep: Sweep) -> Claim:
@@ -104,7 +116,9 @@ def _step_norm(sweep: Sweep) -> Claim:
     elif b["dce_high"] <= FLAT:
         outcome = "refuted"
     kept = [p["setting"] for p in sweep.family("step-norm") if p["dce_high"] <= FLAT]
+    tried = max(p["setting"] for p in sweep.family("step-norm"))
     largest = f"; the largest threshold tried that keeps CE within {FLAT} nats by its whole interval is {max(kept):g}" if kept else ""
+    largest += ", and no larger one was tried" if kept and max(kept) == tried else ""
     return Claim("g", text, rule, f"dCE {_rise(a)} at 1e-3, {_rise(b, FLAT)} at 1e-2{largest}", outcome)
 
 

@@ -103,12 +103,19 @@ class RunFiles:
         )
 
     @property
+    def in_stages(self) -> bool:
+        """Whether a model that was made elsewhere has seen more or fewer tokens than its steps of its batch have."""
+        batch = self.config.train.batch_size * self.config.model.block_size
+        return self.converted and bool(self.recipe) and self.last["trained_tokens"] != self.last["step"] * batch
+
+    @property
     def training(self) -> str:
         """How the model was trained, in a sentence: optimizer, steps, tokens, and on which text."""
         if not self.recipe:
             return "made elsewhere (its training is not known here)"
         tokens = plural(self.last["trained_tokens"], "token")
-        words = f"trained with {self.made_with} for {plural(self.last['step'], 'step')} ({tokens})"
+        stages = ", in stages whose batches differed" if self.in_stages else ""
+        words = f"trained with {self.made_with} for {plural(self.last['step'], 'step')} ({tokens}{stages})"
         if not self.converted or self.config.task != "none":
             return f"{words} on {self._source(self.geometry[0])}"
         where = f"on {self.trained_on}" if self.trained_on else "elsewhere"

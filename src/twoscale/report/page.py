@@ -333,6 +333,7 @@ def setup_section(run: RunFiles) -> str:
     config = html.escape(json.dumps(to_dict(run.config), indent=1))
     name = html.escape(str(run.config.name))
     data = "; <code>data</code> is the text that it is measured on, not what it was trained on" if run.converted else ""
+    data += "; <code>train</code> has the settings of one stage of its training" if run.in_stages else ""
     return (
         f"{cost}<p>Measured as by {', '.join(f'<code>{html.escape(w)}</code>' for w in commands(run))}; training seed "
         f"{run.config.train.seed}. {html.escape(measured_with(run))} "

@@ -135,9 +135,9 @@ FIGURES: tuple[FigureEntry, ...] = (
         "drift_to_loop",
         "Drift-to-Loop Ratio",
         "DLR: the distance from a group's last state to the next group, divided by the mean step inside the first. The paper's reading "
-        "(`initial`) ends at the next group's start state, which is noise here, so it is large whatever was learned; where groups touch, "
+        "(`initial`) ends at the next group's start state, which is noise here, whatever the next group learned; where groups touch, "
         "the reading by the next group's input (`input`) is 0 by construction. `projected` ends at the start state after the input map, "
-        "`first` after one step. `settled` ends at the next group's last state: it is the reading that can be wrong, so this report leads "
+        "`first` after one step. `settled` ends at the next group's last state, which that group has learned, so this report leads "
         "with it. The mean step is that over the traced steps from k = 1 on (`k ≥ 1`: without the step that leaves the noise), or over "
         "all of them (`all k`, dashed; on this page a click on its name shows it). Trace longer and the mean shrinks, so compare ratios "
         "only at equal loop counts. Training step 0 is the control: what an untrained model gives.",

@@ -119,8 +119,8 @@ def sweep_table(sweep: Sweep) -> str:
     note = (
         f"{h['checkpoint']}, {sweep_text(h)}; at most {plural(h['loops'], 'loop')}, dCE against "
         f"{all_loops(h['loops'])} (the full run){over}. "
-        f"ms a token is relative to the full run: time divided by the full run's in the same group of settings and the same rounds, times "
-        f"the full run's median over {rounds} of timing; intervals are over rounds{_timed_note(sweep)}"
+        f"ms a token is relative to the full run: time divided by the full run's among the settings that were timed together, in the same "
+        f"rounds, times the full run's median over {rounds} of timing; intervals are over rounds{_timed_note(sweep)}"
     )
     return f"<details><summary>All {len(rows)} points of the sweep</summary>{table(note, head, rows)}</details>"
 

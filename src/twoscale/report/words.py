@@ -233,10 +233,15 @@ def _bound_words(found: Mapping[str, Any]) -> str:
     return f"{lead} the limit of {limit:g} nats a token {where}; the test's upper bound was {found['bound']:.4f}."
 
 
+def confidence_level(found: Mapping[str, Any]) -> str:
+    """`confidence 95 %`, of a calibration."""
+    return f"confidence {100 * (1 - found['delta']):.4g} %"
+
+
 def confidence(found: Mapping[str, Any]) -> str:
     """`confidence 95 % for all that was certified together`, of a calibration; where a speed was asked for there is one bound only. Earlier
     versions tested every path at the whole delta, so that their confidence is that of each setting by itself."""
-    level = f"confidence {100 * (1 - found['delta']):.4g} %"
+    level = confidence_level(found)
     if not {"max_dce", "max_accuracy_drop"} & set(found["goal"]):
         return level
     return f"{level} for {'all that was certified together' if 'delta_each' in found else 'each setting by itself'}"

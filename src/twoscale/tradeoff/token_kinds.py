@@ -10,7 +10,7 @@ from twoscale.tradeoff.heldout import HeldOut
 from twoscale.tradeoff.stats import interval
 from twoscale.tradeoff.summary import FEWEST_OF_A_KIND
 
-KINDS = ("first of a sentence", "name", "first of a word", "inside a word", "number", "punctuation", "space")
+KINDS = ("first of a sentence", "name", "first of a word", "inside a word", "number", "punctuation", "space or line break")
 SENTENCE_ENDS, CLOSING = ".!?", "\"')]”’"
 
 
@@ -30,7 +30,7 @@ def kinds_of(texts: Iterable[str]) -> list[str]:
 
 def _kind(first: str, joined: bool, before: str) -> str:
     if not first:
-        return "space"
+        return "space or line break"
     if first.isdigit():
         return "number"
     if not first.isalpha():
