@@ -349,8 +349,8 @@ def test_a_certificate_beside_other_text(dce: float, words: str) -> None:
     found = a_calibration(fixed=a_setting(5.0, "fixed:5", dce), calibrated=a_setting(5.41, dce=dce))
     sentence = in_a_sentence(certified_sweep(), found)
     assert sentence.endswith(
-        "; the loss is certified to lie no more than 0.005 nats above that of all 30 loops (confidence 95 %); on other documents (800 tokens of the report "
-        f"part) the difference was {words}"
+        "; the loss is certified to lie no more than 0.005 nats above that of all 30 loops (confidence 95 %); on other documents "
+        f"(800 tokens of the report part) the difference was {words}"
     )
     side_of = words.partition("nats, ")[2][:-1]
     paragraph = recommend(certified_sweep(), found)[1]

@@ -88,7 +88,7 @@ def test_the_first_screen_names_its_text() -> None:
     better = a_run(
         sweep=a_sweep(a_point("fixed:4", (3.0, 4.0, 5.0), 4.0, -0.01, setting=4.0), *run.sweep.points[2:]), calibration=run.calibration
     )  # type: ignore[union-attr]
-    assert "In the picture fixed:4 lies lower and further left than fixed:5" in card(better, [], "", "") and why_not_of(run) == ""
+    assert "lies lower and further left than fixed:5 (" in card(better, [], "", "") and why_not_of(run) == ""
 
 
 def test_captions_say_what_times_are_of() -> None:

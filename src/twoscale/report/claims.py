@@ -134,8 +134,8 @@ def _training(records: Sequence[Record], loops_at: Callable[[int], float | None]
     rule = (
         "From the first measurement after training began to the last: the share of claim (a), and the loop step k from which on the cosine "
         f"stays within {STEADY:.2f} of the steady value of claim (b). Where the rule of (b) does not confirm that it is steady, k lies "
-        "beyond all; it is not compared where it is so both times. Confirmed when both fall in every group, refuted when one and the same of "
-        "the two rises in every group, none of them left out; shares that print alike are equal."
+        "beyond all; it is not compared where it is so both times. Confirmed when both fall in every group, refuted when one and the same "
+        "of the two rises in every group, none of them left out; shares that print alike are equal."
     )
     text = "Both, the decay of (a) and the steadiness of (b), strengthen with training"
     if len(trained) < 2:

@@ -43,7 +43,10 @@ def beside_the_pick(sweep: Sweep, calibration: Mapping[str, Any] | None, choice:
         if sentences:
             sentences.append(f"{name} {details} lies there too, and is not recommended: {why}.")
         else:
-            sentences.append(f"In the picture {name} lies lower and further left than {pick} {details}. It is not recommended: {why}.")
+            mine = f"{cost_words(choice.pick, sweep.cost)}, dCE {rise(choice.pick)} there"
+            sentences.append(
+                f"In the picture {name} {details} lies lower and further left than {pick} ({mine}). It is not recommended: {why}."
+            )
     if len(found) > NAMED:
         sentences.append(f"{plural(len(found) - NAMED, 'other setting')} {'lies' if len(found) == NAMED + 1 else 'lie'} there too.")
     return " ".join(sentences)
