@@ -1,5 +1,7 @@
 """The examples that made the bundled model: rules by which stories are chosen, and distillation."""
 
+import lzma
+import math
 import re
 import struct
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import story_bits
 import story_distillation
 import story_teacher
 import torch
@@ -222,3 +225,13 @@ def test_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert tokenizer is not None and model.config == bundled.config
     pairs = list(zip(model.parameters(), bundled.parameters(), strict=True))
     assert all(torch.isfinite(a).all() for a, _ in pairs) and any(not torch.equal(a, b) for a, b in pairs)
+    story = "Once upon a time, there was a dog."
+    (tmp_path / "one.xz").write_bytes(lzma.compress(f"{story}\n<|endoftext|>\n".encode()))
+    monkeypatch.setattr(sys, "argv", ["story_bits", source, teacher, "--stories", str(tmp_path / "one.xz")])
+    story_bits.main()
+    found = re.fullmatch(r"1 stories, 34 bytes: student ([\d.]+) bits per byte, teacher ([\d.]+)\n", capsys.readouterr().out)
+    assert found is not None
+    tokens = [tokenizer.eot, *tokenizer.encode(story)]
+    logits = [twoscale.forward(bundled, [tokens[:i]]).logits[0, -1] for i in range(1, len(tokens))]
+    nats = -sum(row.log_softmax(-1)[token].item() for row, token in zip(logits, tokens[1:], strict=True))
+    assert float(found[1]) == pytest.approx(nats / math.log(2) / 34, abs=1e-4) and 2 < float(found[2]) < 12
