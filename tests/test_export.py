@@ -10,6 +10,7 @@ import torch
 
 import twoscale
 from conftest import CommandLine, nano_run
+from twoscale.interop.load import BUNDLED
 from twoscale.train import start_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra twoscale[hf])")
@@ -204,7 +205,7 @@ def test_bundled(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     code, said, err = cli("export", "bundled", "--dtype", "float16")
     assert code == 0 and said.strip() == "exported/bundled", err
-    assert cli("export", "exported/bundled", "--out", "again")[0] == 0
+    assert cli("export", "exported/bundled", "--out", "again")[0] == 0 == cli("export", "again", "--out", "again")[0]
     want, tokenizer = twoscale.load("bundled")
     ids = [tokenizer.encode("The old man looked at the sea")]
     for folder in ("exported/bundled", "again"):
@@ -213,6 +214,11 @@ def test_bundled(tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPat
         assert torch.equal(twoscale.forward(ours, ids, exit="auto").steps, twoscale.forward(want, ids, exit="auto").steps)
         with torch.no_grad():
             assert torch.allclose(model(torch.tensor(ids)).logits, twoscale.forward(want, ids).logits, atol=1e-5)
+        text, prompts = (Path("heldout") / "stories.txt.xz"), "prompts.json"
+        assert (tmp_path / folder / text).read_bytes() == (BUNDLED / text).read_bytes()
+        assert json.loads((tmp_path / folder / prompts).read_text()) == json.loads((BUNDLED / prompts).read_text())
+        notes = [json.loads((place / "config.json").read_text())["training"]["text"] for place in (tmp_path / folder, BUNDLED)]
+        assert notes[0] == notes[1]
     card = (tmp_path / "again" / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n") and card.count("# The model in the box") == card.count("AutoModelForCausalLM") // 2 == 1
     code, _, err = cli("export", "bundled", "--checkpoint", "step-000001")

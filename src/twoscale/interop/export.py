@@ -5,10 +5,12 @@ model.safetensors       the weights, named model.NAME
 modeling_twoscale.py    three lines that import the package: the model is defined in one place
 tokenizer.json, tokenizer_config.json, generation_config.json
 calibration.json, controller.json, geometry.jsonl, task.json, staircase.json    where the run has them
+prompts.json, heldout/  where a model that is exported again has them
 README.md               the model card
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +26,7 @@ from twoscale.config.serial import read_json, read_jsonl, read_steps, to_dict
 from twoscale.config.words import group_list, plural
 from twoscale.data import Tokenizer
 from twoscale.geometry.probe import write_record
-from twoscale.interop.load import PREFIX, load, progress_of, read_exported, recipe_of
+from twoscale.interop.load import PREFIX, load, noted_training, progress_of, read_exported, recipe_of
 from twoscale.model import LoopedGPT
 from twoscale.report.advice import recommend
 from twoscale.report.depth_words import depth_sentences
@@ -127,6 +129,8 @@ def _write_settings(source: Source, out: Path, dtype: Dtype, code: bool) -> None
     tokenizer = source.tokenizer
     classes = {"AutoConfig": "modeling_twoscale.TwoscaleConfig", "AutoModelForCausalLM": "modeling_twoscale.TwoscaleForCausalLM"}
     training = {} if source.recipe is None else {"training": {"progress": to_dict(source.progress), "recipe": to_dict(source.recipe)}}
+    if training and not RunFolder(source.run).is_run and "text" in (noted := noted_training(source.folder)):
+        training["training"]["text"] = noted["text"]
     write_json(
         out / ckpt.CONFIG,
         {
@@ -149,13 +153,15 @@ def _write_settings(source: Source, out: Path, dtype: Dtype, code: bool) -> None
 
 @dataclass(frozen=True)
 class Companions:
-    """What goes along with the weights: calibration, controller, geometry over training, task and staircase."""
+    """What goes along with the weights: calibration, controller, geometry over training, task, staircase, prompts and held-out text."""
 
     calibration: dict[str, Any] | None = None
     controller: dict[str, Any] | None = None
     geometry: tuple[dict[str, Any], ...] = ()
     task: dict[str, Any] | None = None
     staircase: dict[str, Any] | None = None
+    prompts: list[str] | None = None
+    heldout: tuple[Path, ...] = ()
 
     @classmethod
     def read(cls, source: Source) -> "Companions":
@@ -168,15 +174,26 @@ class Companions:
             tuple(r for r in read_steps(run.geometry) if r["step"] <= source.progress.step),
             read_json(run.task) if load_task(run.path) is not None else None,
             read_json(run.staircase) if stairs is not None and stairs.step == source.progress.step else None,
+            read_json(run.prompts) if run.prompts.exists() else None,
+            tuple(sorted(p for p in run.heldout.glob("*") if p.is_file())),
         )
 
     def write(self, out: Path) -> None:
         folder = RunFolder(out)
         if self.calibration is not None:
             write_json(folder.calibration, self.calibration | name_checkpoint(out))
-        for path, value in ((folder.controller, self.controller), (folder.task, self.task), (folder.staircase, self.staircase)):
+        files = {
+            folder.controller: self.controller,
+            folder.task: self.task,
+            folder.staircase: self.staircase,
+            folder.prompts: self.prompts,
+        }
+        for path, value in files.items():
             if value is not None:
                 write_json(path, value)
+        for file in self.heldout:
+            if not (copy := make_folder(folder.heldout) / file.name).exists() or not copy.samefile(file):
+                shutil.copyfile(file, copy)
         if self.geometry:
             folder.geometry.unlink(missing_ok=True)
             for record in self.geometry:
