@@ -61,6 +61,10 @@ def test_the_loops_of_training() -> None:
     grown = replace(run, config=replace(run.config, train=replace(run.config.train, loops_ramp=50)))
     assert "the mean number of loops in training differed" in claims_of(grown)[2].text
     assert "differed" not in claims_of(run)[2].text and "differed" not in claims_of(replace(grown, recipe=False))[2].text
+    run.last["trained_tokens"] = 1
+    staged = claims_of(replace(grown, converted=True))[2]
+    assert "; trained in stages)." in staged.text and "how many loops each had is not recorded here" in staged.measured
+    assert "mean number of loops" not in staged.text + staged.measured and "stages" not in claims_of(grown)[2].text
 
 
 def test_the_first_screen_names_its_text() -> None:

@@ -44,10 +44,10 @@ class Level:
     """The LAST steps that count, from and to."""
 
 
-def judge(records: Sequence[Record], loops_at: Callable[[int], float | None] = lambda step: None) -> list[Claim]:
+def judge(records: Sequence[Record], loops_at: Callable[[int], float | None] = lambda step: None, in_stages: bool = False) -> list[Claim]:
     """Claims (a) to (d) on the records of a run, oldest first; `loops_at` is the mean number of loops in training at a step, where it is
     known."""
-    return [_decay(records), _cosines(records), _training(records, loops_at), _drift(records)]
+    return [_decay(records), _cosines(records), _training(records, loops_at, in_stages), _drift(records)]
 
 
 def decay_ratio(group: Record) -> float | None:
@@ -129,7 +129,7 @@ def _control(records: Sequence[Record], outcome: Callable[[Record], Outcome]) ->
     return f". Control: before training the rule says {before}{learned}{_different_texts(records[0], records[-1])}"
 
 
-def _training(records: Sequence[Record], loops_at: Callable[[int], float | None]) -> Claim:
+def _training(records: Sequence[Record], loops_at: Callable[[int], float | None], in_stages: bool) -> Claim:
     trained = [r for r in records if r["step"] > 0]
     rule = (
         "From the first measurement after training began to the last: the share of claim (a), and the loop step k from which on the cosine "
@@ -170,9 +170,16 @@ def _training(records: Sequence[Record], loops_at: Callable[[int], float | None]
         names = {"the share": decays, "the loop step k": levels}
         risen = [name for name, changes in names.items() if len(changes) == n and min(changes) > 0]
         measured += f". In every group {' and '.join(risen)} {'rises' if len(risen) == 1 else 'rise'}"
-    short, long = _different_loops(first["step"], last["step"], loops_at)
+    short, long = STAGES if in_stages else _different_loops(first["step"], last["step"], loops_at)
     text += f" (here from training step {first['step']} to {last['step']}{short})."
     return Claim("c", text, rule, measured + long + _different_texts(first, last), outcome)
+
+
+STAGES = (
+    "; trained in stages",
+    ". Training went in stages whose batches differed; how many loops each had is not recorded here, so the change may be one of settings",
+)
+"""A remark, short and long, on a model that was trained in stages."""
 
 
 def _different_loops(first: int, last: int, loops_at: Callable[[int], float | None]) -> tuple[str, str]:

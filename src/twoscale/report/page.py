@@ -35,7 +35,7 @@ OPEN = ("recommendation", "tradeoff", "depth", "staircase")  # sections that are
 
 def claims_of(run: RunFiles) -> list[Claim]:
     """The paper's claims, judged on what was measured of a run."""
-    return judge(run.geometry, run.loops_in_training) + (judge_exits(run.sweep) if run.sweep is not None else [])
+    return judge(run.geometry, run.loops_in_training, run.in_stages) + (judge_exits(run.sweep) if run.sweep is not None else [])
 
 
 def page_html(runs: list[RunFiles], parts: "list[RunParts]", dark: bool | None = None) -> str:
