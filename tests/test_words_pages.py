@@ -124,8 +124,8 @@ def test_captions() -> None:
         "over the traced steps from k = 1 on (`k ≥ 1`" in words["drift_to_loop"] and "over all of them (`all k`" in words["drift_to_loop"]
     )
     timed = words["against_tau"]
-    assert "Settings are timed in groups of up to 23, one group after the other; those of a group take turns with each other and" in timed
-    assert "Times are relative to the full run: ms a token is a setting's time divided by the full run's in its own group and the" in timed
+    assert "Settings are timed in sets of up to 23, one set after the other; those of a set take turns with each other and" in timed
+    assert "Times are relative to the full run: ms a token is a setting's time divided by the full run's in its own set and the" in timed
     through = "Random exits and oracles are decoded step by step through Python, not in the C loop that decodes fixed depths and the usual"
     assert through in words["tradeoff"] and "drawing its depths" not in words["tradeoff"]
     assert [len(party) for party in parties([str(i) for i in range(50)])] == [24, 24, 5], "with the full run in each"

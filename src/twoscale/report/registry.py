@@ -177,9 +177,9 @@ FIGURES: tuple[FigureEntry, ...] = (
         "against_tau",
         "Time and quality against the threshold",
         "The paper's three panels, for its three exit rules at each threshold tau. Time: one sequence, cached decoding, the same text for "
-        f"all settings. Settings are timed in groups of up to {TOGETHER - 1}, one group after the other; those of a group take turns with "
+        f"all settings. Settings are timed in sets of up to {TOGETHER - 1}, one set after the other; those of a set take turns with "
         "each other and with the full run, token by token. Times are relative to the full run: ms a token is a setting's time divided by "
-        "the full run's in its own group and the same rounds, times the full run's median over all groups, so the full run itself has no "
+        "the full run's in its own set and the same rounds, times the full run's median over all sets, so the full run itself has no "
         "interval. Shaded, in the figures for print: 95 % intervals, those of CE of its difference to the full run. A threshold is an "
         "absolute number, so where a curve bends depends on the size of a model's states.",
         print=tradeoff_figures.against_tau,
