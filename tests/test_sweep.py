@@ -77,7 +77,7 @@ def test_everything_is_measured(swept: Path) -> None:
     assert kl["flops_looks"] > 0 and kl["hard"]["tokens"] and len(kl["hard"]["by_loss"]) == 8
     kinds = kl["hard"]["kinds"]
     assert sum(row["tokens"] for row in kinds) <= sweep.header["tokens"] and all(row["low"] <= row["steps"] <= row["high"] for row in kinds)
-    assert {"first of a word", "inside a word", "space"} <= {row["kind"] for row in kinds}  # the run's tokens are bytes
+    assert {"first of a word", "inside a word", "space or line break"} <= {row["kind"] for row in kinds}  # the run's tokens are bytes
 
 
 def test_repeatable_and_resumed(swept: Path, trained: Path, tmp_path: Path, cli: CommandLine) -> None:
