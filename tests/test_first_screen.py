@@ -63,7 +63,7 @@ def test_the_loops_of_training() -> None:
     assert "differed" not in claims_of(run)[2].text and "differed" not in claims_of(replace(grown, recipe=False))[2].text
     run.last["trained_tokens"] = 1
     staged = claims_of(replace(grown, converted=True))[2]
-    assert "; trained in stages)." in staged.text and "how many loops each had is not recorded here" in staged.measured
+    assert "; trained in stages)." in staged.text and "the number of loops is recorded for one stage only" in staged.measured
     assert "mean number of loops" not in staged.text + staged.measured and "stages" not in claims_of(grown)[2].text
 
 
