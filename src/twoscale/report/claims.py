@@ -177,7 +177,8 @@ def _training(records: Sequence[Record], loops_at: Callable[[int], float | None]
 
 STAGES = (
     "; trained in stages",
-    ". Training went in stages whose batches differed; the number of loops is recorded for one stage only, so the change may be one of settings",
+    ". Training went in stages whose batches differed; the number of loops is recorded for one stage only, so the change may be one of "
+    "settings",
 )
 """A remark, short and long, on a model that was trained in stages."""
 
