@@ -15,6 +15,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -30,11 +31,32 @@ def spell(tokens: list[int], pieces: list[bytes]) -> str:
     return b"".join(pieces[t] for t in tokens if t not in ENDS).decode("utf-8", "ignore").strip()
 
 
+def pieces(text: str, separator: str) -> Iterator[tuple[int, str]]:
+    """The parts of a text between separators, each with its offset."""
+    start = 0
+    for found in re.finditer(separator, text):
+        yield start, text[start : found.start()]
+        start = found.end()
+    yield start, text[start:]
+
+
+def repeated(story: str) -> list[int]:
+    """Offsets of the fifth word of sentences that occur a second time."""
+    seen: set[str] = set()
+    found = []
+    for start, sentence in pieces(story, r'[.!?\n"]+'):
+        words = list(re.finditer(r"\S+", sentence))
+        if len(words) >= 5:
+            if sentence in seen:
+                found.append(start + words[4].start())
+            seen.add(sentence)
+    return found
+
+
 def sound(text: str) -> bool:
     """Whether a story is printable text that ends like a sentence, in which no sentence of five words or more occurs twice."""
-    sentences = [sentence for sentence in re.split(r"[.!?\n\"]+", text) if len(sentence.split()) >= 5]
     readable = all(c.isprintable() or c == "\n" for c in text) and not set("<\N{REPLACEMENT CHARACTER}") & set(text)
-    return text.endswith((".", "!", "?", '"')) and readable and len(set(sentences)) == len(sentences)
+    return text.endswith((".", "!", "?", '"')) and readable and not repeated(text)
 
 
 def write_batch(model: twoscale.LoopedGPT, pieces: list[bytes], number: int, args: argparse.Namespace) -> list[str]:

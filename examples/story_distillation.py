@@ -9,11 +9,11 @@ each position of its text the loss is the divergence of its next token from what
 
     KL(student || wanted) = sum_t p_student(t) (log p_student(t) - log p_teacher(class of t) - log p_reference(t | class of t))
 
-The tokenizers differ. Positions are those where a token of both ends, and tokens have classes: one of the student and one of the teacher
-are in the same class if one is how the text of the other begins (" Jill" is " J", "ill" for the teacher). How likely each token of a class
-is, and how likely a line or the story ends, is taken from a reference, by default the student as it was: it has learned short stories
-and the teacher has not. Some rows are windows of the teacher's stories with the plain cross-entropy. What is written is a folder that
-`twoscale.load` reads.
+The tokenizers differ. The teacher is asked where a token of both ends, and a reference elsewhere. Tokens have classes: one of the student
+and one of the teacher are in the same class if one is how the text of the other begins (" Jill" is " J", "ill" for the teacher). How likely
+each token of a class is, and how likely a line or the story ends, is taken from the reference too. By default it is the student as it was:
+it has learned short stories and the teacher has not. Some rows are windows of the teacher's stories with the plain cross-entropy. What is
+written is a folder that `twoscale.load` reads.
 
 What such a student gets wrong is who is who. --character-weight weighs positions by how likely a character is named there. With
 --fault-weight the words at which the rules of story_selection.py find a mistake are not wanted, whatever the teacher says. --reward adds
@@ -39,9 +39,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from story_corpus import sound
+from story_corpus import repeated, sound
 from story_names import BOYS, GIRLS, SEPARATOR
-from story_selection import BEINGS, faults, first_sentences, misspelled, repeated, words_of
+from story_selection import BEINGS, faults, first_sentences, misspelled, words_of
 from story_teacher import SPECIAL, read_model, read_pieces
 from torch import Tensor
 from torch.optim import Optimizer

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from story_corpus import sound
+from story_corpus import pieces, sound
 from story_names import BOYS, GIRLS, SEPARATOR
 
 import twoscale
@@ -48,15 +48,6 @@ DOUBLED = (
 PARENTS = (r"mom|mommy|mama|mother|parents|family", r"dad|daddy|papa|father|parents|family")
 
 
-def pieces(text: str, separator: str) -> Iterator[tuple[int, str]]:
-    """The parts of a text between separators, each with its offset."""
-    start = 0
-    for found in re.finditer(separator, text):
-        yield start, text[start : found.start()]
-        start = found.end()
-    yield start, text[start:]
-
-
 def without_quotes(story: str) -> str:
     """A story in which what somebody says is blank, so that offsets stay the same."""
     return re.sub(r'"[^"]*"', lambda quote: '"' + " " * (len(quote[0]) - 2) + '"', story)
@@ -87,10 +78,10 @@ def _twice_in_a_clause(told: str) -> Iterator[int]:
 
 def _not_introduced(told: str) -> Iterator[int]:
     """Names after the first two sentences, and beings with "the", that come without a word that introduces them."""
-    second = [start for start, _ in pieces(told, r"(?<=[.!?])\s+|\n+")][:3]
+    starts = [start for start, _ in pieces(told, r"(?<=[.!?])\s+|\n+")]
     for name in (*GIRLS, *BOYS):
         found = re.search(rf"\b{name}\b", told)
-        if found and len(second) == 3 and found.start() > second[2] and not INTRODUCES.search(told[: found.start()]):
+        if found and len(starts) > 2 and found.start() > starts[2] and not INTRODUCES.search(told[: found.start()]):
             yield found.start()
     known: set[str] = set()
     for found in re.finditer(rf"\b(\w+) (?:\w+ )?({BEINGS})s?\b", told):
@@ -123,19 +114,6 @@ def _comes_twice(told: str) -> Iterator[int]:
         if animal in seen:
             yield found.start(2)
         seen.add(animal)
-
-
-def repeated(story: str) -> list[int]:
-    """Offsets of the fifth word of sentences that occur a second time."""
-    seen: set[str] = set()
-    found = []
-    for start, sentence in pieces(story, r'[.!?\n"]+'):
-        words = list(re.finditer(r"\S+", sentence))
-        if len(words) >= 5:
-            if sentence in seen:
-                found.append(start + words[4].start())
-            seen.add(sentence)
-    return found
 
 
 def words_of(text: str) -> list[str]:
